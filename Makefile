@@ -1,0 +1,45 @@
+# make demo, make test, make check: each creates the virtual environment when it is missing.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Pinned here only: the package takes any torch from 2.4 on. Empty it to keep or choose another: make demo TORCH=
+TORCH ?= torch==2.13.0
+DEMO ?= build/demo
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check venv clean
+
+venv: $(READY)
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(if $(TORCH),$(BIN)/python -m pip install --quiet "$(TORCH)")
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $(READY)
+
+demo: $(READY)
+	@$(BIN)/mismatch-probe inspect sample_data/stale_run
+	@echo
+	@$(BIN)/mismatch-probe decompose sample_data/stale_run --output $(DEMO) --overwrite
+	@$(BIN)/mismatch-probe plot --output $(DEMO)
+	@echo
+	@echo "What to try next:"
+	@echo "  $(BIN)/mismatch-probe ess-report --output $(DEMO)      intervals, all three ratios"
+	@echo "  $(BIN)/mismatch-probe gate --output $(DEMO)            exits 1: this run broke down"
+	@echo "  $(BIN)/mismatch-probe decompose sample_data/synced_run       a healthy run"
+	@echo "  $(BIN)/mismatch-probe decompose sample_data/broken_sync_run  a sync that lost the head"
+	@echo "  $(BIN)/mismatch-probe inspect YOUR_RUN_DIR                   your own run"
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,59 @@
+"""Readers: any framework's run directory -> Run. One module a framework, recognised by content.
+
+A reader is a module with ``FORMAT``, ``matches(path) -> bool`` and ``read(path, options) -> Run``. It never imports
+scoring or stats.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from mismatch_probe.errors import InputError, UsageError
+from mismatch_probe.readers import native, nemo_rl
+from mismatch_probe.readers.options import ReadOptions
+from mismatch_probe.run import Run
+
+__all__ = ["FORMATS", "ReadOptions", "Reader", "open_run"]
+
+
+class Reader(Protocol):
+    """What a reader module offers."""
+
+    FORMAT: str
+    LOOKS_FOR: str
+
+    def matches(self, path: Path) -> bool:
+        """True when the directory holds this format, judged by content."""
+
+    def read(self, path: Path, options: ReadOptions) -> Run:
+        """Understand the directory; rollouts are loaded later, step by step."""
+
+
+_READERS: tuple[Reader, ...] = (native, nemo_rl)
+FORMATS = tuple(reader.FORMAT for reader in _READERS)
+
+
+def open_run(path: Path, options: ReadOptions | None = None, format: str | None = None) -> Run:
+    """Find the reader of a run directory and read it.
+
+    Raises:
+        UsageError: ``format`` is not one of FORMATS, or several readers match.
+        InputError: there is no such directory, or no reader knows what is in it.
+    """
+    options = options or ReadOptions()
+    if not path.is_dir():
+        raise InputError(f"{path}: no such run directory. Give the directory that holds run.toml or the step files")
+    if format is not None:
+        chosen = [reader for reader in _READERS if format == reader.FORMAT]
+        if not chosen:
+            raise UsageError(f"--run-format {format}: unknown; known are {', '.join(FORMATS)}")
+    else:
+        chosen = [reader for reader in _READERS if reader.matches(path)]
+    if not chosen:
+        looked = "; ".join(f"{reader.FORMAT}: {reader.LOOKS_FOR}" for reader in _READERS)
+        raise InputError(f"{path}: no run found. Looked for {looked}")
+    if len(chosen) > 1:
+        names = " and ".join(reader.FORMAT for reader in chosen)
+        raise UsageError(f"{path}: matches {names}. Choose one with --run-format")
+    return chosen[0].read(path, options)

@@ -1,0 +1,240 @@
+"""Rows in native field names -> Rollouts: what fits is kept, what does not is set aside with its reason."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch_probe.errors import BadFileError
+from mismatch_probe.readers.options import ReadOptions
+from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Ragged, Rejected, Rollouts
+
+REQUIRED = ("sequence_id", "group_id", "prompt_ids", "response_ids")
+OPTIONAL = (
+    *("sampler_logprobs", "loss_mask", "sampler_version", "trainer_logprobs"),
+    *("advantages", "reward", "finish_reason"),
+)
+POSITIVE_TOLERANCE = 1e-4
+"""A log-prob above this is impossible; float32 rounding stays below it."""
+_FLOAT32_MINIMUM = -1e30
+_STRICT_REMEDY = "Mend the row, or drop --strict to set it aside"
+
+
+class _Misfit(Exception):
+    """Why one row does not fit."""
+
+
+class RowBuilder:
+    """Collects the rows of one step.
+
+    Args:
+        step: step number, for the reasons.
+        root: run directory; files are named relative to it.
+        vocab_size: ids at or above it are refused; None accepts any id >= 0.
+        options: ``strict`` turns a set-aside row into a BadFileError.
+    """
+
+    def __init__(self, step: int, root: Path, vocab_size: int | None, options: ReadOptions) -> None:
+        self._step, self._root, self._vocab_size, self._options = step, root, vocab_size, options
+        self._rows: list[dict[str, Any]] = []
+        self._rejected: list[Rejected] = []
+        self._notices: list[str] = []
+        self._copies = 0
+        self._odd_values: dict[str, list[str]] = {}
+        self._seen: dict[str, bytes] = {}
+
+    def add(self, row: Mapping[str, Any], file: Path, number: int) -> None:
+        """Check one row and keep it, or set it aside."""
+        sequence_id = row.get("sequence_id")
+        try:
+            fitted = self._fit(row)
+        except _Misfit as misfit:
+            self.reject(file, number, None if sequence_id is None else str(sequence_id), str(misfit))
+            return
+        content = hashlib.blake2b(
+            b"|".join(fitted[key].tobytes() for key in ("prompt", "response", "sampler_logprob")), digest_size=16
+        ).digest()
+        earlier = self._seen.setdefault(fitted["sequence_id"], content)
+        if earlier is not content:
+            if earlier == content:
+                self._copies += 1
+            else:
+                reason = "sequence_id was used before in this step, with other tokens or log-probs"
+                self.reject(file, number, fitted["sequence_id"], reason)
+            return
+        self._note_odd_values(fitted, self._name(file), number)
+        self._rows.append({**fitted, "origin": (self._name(file), number)})
+
+    def reject(self, file: Path, number: int, sequence_id: str | None, reason: str) -> None:
+        """Set a row aside (row 0: the whole file)."""
+        if self._options.strict:
+            raise BadFileError(self._name(file), number or None, reason, _STRICT_REMEDY)
+        self._rejected.append(Rejected(self._step, self._name(file), number, sequence_id, reason))
+
+    def torn(self, file: Path, number: int, reason: str) -> None:
+        """Note a last line that was cut short; it is dropped."""
+        if self._options.strict:
+            raise BadFileError(self._name(file), number, f"torn last line: {reason}", "Drop --strict to pass over it")
+        self.notice(f"{self._name(file)}, row {number}: torn last line dropped ({reason})")
+
+    def notice(self, text: str) -> None:
+        """Something the user must know about this step."""
+        self._notices.append(text)
+
+    def build(self) -> Rollouts:
+        """The columns of all rows that fitted."""
+        rows = self._rows
+        if self._copies:
+            self.notice(f"step {self._step}: {self._copies} rows are exact copies of others and count once")
+        for what, places in self._odd_values.items():
+            more = "" if len(places) == 1 else f" and {len(places) - 1} more rows"
+            self.notice(f"{places[0]}{more}: {what}")
+
+        def flat(key: str, dtype: Any) -> Any:
+            return np.concatenate([row[key] for row in rows]) if rows else np.zeros(0, dtype=dtype)
+
+        def column(key: str) -> Any:
+            cells = np.empty(len(rows), dtype=object)
+            for at, row in enumerate(rows):
+                cells[at] = row[key]
+            return cells
+
+        return Rollouts(
+            sequence_id=column("sequence_id"),
+            group_id=column("group_id"),
+            origin=column("origin"),
+            prompt=Ragged.of([row["prompt"] for row in rows]),
+            response=Ragged.of([row["response"] for row in rows]),
+            sampler_logprob=flat("sampler_logprob", np.float64),
+            trainer_logprob=flat("trainer_logprob", np.float64),
+            loss_mask=flat("loss_mask", np.bool_),
+            sampler_version=flat("sampler_version", np.int64),
+            advantage=flat("advantage", np.float64),
+            reward=np.array([row["reward"] for row in rows], dtype=np.float64),
+            finish_reason=column("finish_reason"),
+            rejected=tuple(self._rejected),
+            notices=tuple(self._notices),
+        )
+
+    def _fit(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        for key in REQUIRED:
+            if row.get(key) is None:
+                near = difflib.get_close_matches(key, [name for name in row if name not in OPTIONAL], 1)
+                hint = f" (is {near[0]!r} meant?)" if near and near[0] not in REQUIRED else ""
+                raise _Misfit(f"{key} is missing{hint}")
+        prompt = self._token_ids(row["prompt_ids"], "prompt_ids")
+        response = self._token_ids(row["response_ids"], "response_ids")
+        if not len(prompt):
+            raise _Misfit("prompt_ids is empty, so the first response token has no prefix to be scored on")
+        if not len(response):
+            raise _Misfit("response_ids is empty")
+        n = len(response)
+        return {
+            "sequence_id": str(row["sequence_id"]),
+            "group_id": str(row["group_id"]),
+            "prompt": prompt,
+            "response": response,
+            "sampler_logprob": _floats(row.get("sampler_logprobs"), "sampler_logprobs", n),
+            "trainer_logprob": _floats(row.get("trainer_logprobs"), "trainer_logprobs", n),
+            "loss_mask": _mask(row.get("loss_mask"), n),
+            "sampler_version": _versions(row.get("sampler_version"), n),
+            "advantage": _floats(row.get("advantages"), "advantages", n, scalar=True),
+            "reward": _floats(row.get("reward"), "reward", 1, scalar=True)[0],
+            "finish_reason": None if row.get("finish_reason") is None else str(row["finish_reason"]),
+        }
+
+    def _token_ids(self, value: Any, key: str) -> Ints:
+        ids = _integers(value, key)
+        if len(ids) and ids.min() < 0:
+            raise _Misfit(f"{key} holds the negative id {ids.min()}")
+        if len(ids) and self._vocab_size is not None and ids.max() >= self._vocab_size:
+            raise _Misfit(f"{key} holds id {ids.max()}, outside the vocabulary of {self._vocab_size}")
+        return ids
+
+    def _note_odd_values(self, row: dict[str, Any], file: str, number: int) -> None:
+        """Log-probs that no distribution gives: nulls stay out of D and the total, the rest is kept and said."""
+        for key, name in (("sampler_logprob", "sampler_logprobs"), ("trainer_logprob", "trainer_logprobs")):
+            values = row[key]
+            if np.isnan(values).all():
+                continue  # absent as a whole: said once for the step, not row by row
+            counted = row["loss_mask"]
+            kinds = Counter(
+                {
+                    "null or NaN": int((np.isnan(values) & counted).sum()),
+                    "infinite": int((np.isinf(values) & counted).sum()),
+                    "the float32 minimum": int((np.isfinite(values) & (values < _FLOAT32_MINIMUM) & counted).sum()),
+                }
+            )
+            row[key] = np.where(np.isfinite(values) & (values >= _FLOAT32_MINIMUM), values, np.nan)
+            place = f"{file}, row {number}"
+            for kind, count in kinds.items():
+                if count:
+                    what = f"{name} {kind} at loss tokens; they are left out, not filled. Find out why they were logged"
+                    self._odd_values.setdefault(what, []).append(place)
+            if bool(((values > POSITIVE_TOLERANCE) & np.isfinite(values) & counted).any()):
+                what = f"{name} above 0, which no probability gives; kept as logged. Check how they were computed"
+                self._odd_values.setdefault(what, []).append(place)
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self._root).as_posix() if file.is_relative_to(self._root) else file.as_posix()
+
+
+def _array(value: Any, key: str) -> Floats:
+    try:
+        array = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise _Misfit(f"{key} holds values that are not numbers") from None
+    return array
+
+
+def _integers(value: Any, key: str) -> Ints:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        return value.astype(np.int64)
+    array = _array(value, key)
+    if array.ndim != 1:
+        raise _Misfit(f"{key} is not a flat list")
+    # 2^53: beyond it a float64 no longer holds every integer, and no id is that large.
+    if not bool((np.isfinite(array) & (array == np.floor(array)) & (np.abs(array) < 2**53)).all()):
+        raise _Misfit(f"{key} holds values that are not integers")
+    return array.astype(np.int64)
+
+
+def _floats(value: Any, key: str, length: int, scalar: bool = False) -> Floats:
+    if value is None:
+        return np.full(length, np.nan)
+    array = _array(value, key)
+    if scalar and array.ndim == 0:
+        return np.full(length, float(array))
+    if array.ndim != 1:
+        raise _Misfit(f"{key} is not a flat list")
+    if len(array) != length:
+        raise _Misfit(f"{key} has {len(array)} values for {length} response tokens")
+    return array
+
+
+def _mask(value: Any, length: int) -> Bools:
+    if value is None:
+        return np.ones(length, dtype=np.bool_)
+    mask = _floats(value, "loss_mask", length)
+    if not bool(np.isin(mask, (0.0, 1.0)).all()):
+        raise _Misfit("loss_mask holds values other than 0 and 1")
+    return mask.astype(np.bool_)
+
+
+def _versions(value: Any, length: int) -> Ints:
+    if value is None:
+        return np.full(length, UNKNOWN_VERSION, dtype=np.int64)
+    versions = _integers(np.atleast_1d(value) if np.ndim(value) == 0 else value, "sampler_version")
+    if len(versions) == 1 and np.ndim(value) == 0:
+        versions = np.repeat(versions, length)
+    if len(versions) != length:
+        raise _Misfit(f"sampler_version has {len(versions)} values for {length} response tokens")
+    if versions.min() < 0:
+        raise _Misfit(f"sampler_version holds the negative version {versions.min()}")
+    return versions

@@ -1,0 +1,221 @@
+"""Run, Step, Rollouts: what every reader returns and all else takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Strings = npt.NDArray[np.object_]
+
+UNKNOWN_VERSION = -1
+"""A version that the run does not state; null in the tables."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A row that was read but set aside: it is named and counted, never analysed."""
+
+    step: int
+    file: str
+    row: int
+    sequence_id: str | None
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Rows of unequal length: ``values`` (total,) cut at ``offsets`` (rows + 1,)."""
+
+    values: Ints
+    offsets: Ints
+
+    @classmethod
+    def of(cls, rows: list[Ints]) -> Ragged:
+        """Concatenate one array a row."""
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        values = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+        return cls(values.astype(np.int64), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Ints:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    @property
+    def lengths(self) -> Ints:
+        """Length of each row, (rows,)."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollouts:
+    """The sequences of one step, column by column.
+
+    Per sequence (n,): ``sequence_id``, ``group_id``, ``origin`` (file, row), ``reward`` (NaN = null),
+    ``finish_reason`` (None = null).
+    Per response token, in the order of ``response.values`` (tokens,): log-probs in nats and advantages (NaN = null),
+    ``loss_mask`` (True = counted), ``sampler_version`` (UNKNOWN_VERSION = null).
+    ``rejected`` lists the rows set aside and ``notices`` what else the user must know, in words.
+    """
+
+    sequence_id: Strings
+    group_id: Strings
+    origin: Strings
+    prompt: Ragged
+    response: Ragged
+    sampler_logprob: Floats
+    trainer_logprob: Floats
+    loss_mask: Bools
+    sampler_version: Ints
+    advantage: Floats
+    reward: Floats
+    finish_reason: Strings
+    rejected: tuple[Rejected, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.sequence_id)
+
+    @property
+    def sequence_of_token(self) -> Ints:
+        """Row index of each response token, (tokens,)."""
+        return np.repeat(np.arange(len(self), dtype=np.int64), self.response.lengths)
+
+    @property
+    def position_of_token(self) -> Ints:
+        """0-based place of each token in its response, masked tokens counted, (tokens,)."""
+        starts = np.repeat(self.response.offsets[:-1], self.response.lengths)
+        return np.arange(len(self.response.values), dtype=np.int64) - starts
+
+    def take(self, rows: Ints) -> Rollouts:
+        """The given rows, in the given order; what was set aside stays listed."""
+        if len(rows) == len(self) and bool((rows == np.arange(len(self))).all()):
+            return self
+        spans = [np.arange(self.response.offsets[r], self.response.offsets[r + 1]) for r in rows]
+        tokens = np.concatenate(spans).astype(np.int64) if spans else np.zeros(0, dtype=np.int64)
+        return replace(
+            self,
+            sequence_id=self.sequence_id[rows],
+            group_id=self.group_id[rows],
+            origin=self.origin[rows],
+            prompt=Ragged.of([self.prompt[r] for r in rows]),
+            response=Ragged.of([self.response[r] for r in rows]),
+            sampler_logprob=self.sampler_logprob[tokens],
+            trainer_logprob=self.trainer_logprob[tokens],
+            loss_mask=self.loss_mask[tokens],
+            sampler_version=self.sampler_version[tokens],
+            advantage=self.advantage[tokens],
+            reward=self.reward[rows],
+            finish_reason=self.finish_reason[rows],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One training step: the files that hold its rollouts, and how to load them (cheap until ``load`` is called)."""
+
+    index: int
+    files: tuple[Path, ...]
+    load: Callable[[], Rollouts]
+
+
+class CheckpointPattern:
+    """A path with ``{version}`` (``{version:06d}``) in it, below the run directory.
+
+    Raises:
+        ValueError: the pattern holds no ``{version}`` or another field.
+    """
+
+    def __init__(self, root: Path, pattern: str) -> None:
+        self.root, self.pattern = root, pattern
+        if re.findall(r"\{(\w*)", pattern) != ["version"]:
+            raise ValueError(f"{pattern!r} must hold {{version}} once, as in 'checkpoints/step_{{version:06d}}'")
+
+    def path(self, version: int) -> Path:
+        """Where the weights of ``version`` belong, whether or not they are there."""
+        return self.root / self.pattern.format(version=version)
+
+    def versions(self) -> list[int]:
+        """Versions whose directory exists, ascending."""
+        glob = re.sub(r"\{version[^}]*\}", "*", self.pattern)
+        matcher = re.compile(re.sub(r"\\\{version[^}]*\\\}", r"(\\d+)", re.escape(self.pattern)) + "$")
+        found = (matcher.search(path.as_posix()) for path in self.root.glob(glob) if path.is_dir())
+        return sorted(int(match.group(1)) for match in found if match)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the run declares of itself (``run.toml`` keys). ``assumed`` names those that hold a default."""
+
+    name: str = ""
+    model: str = ""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    logprobs_mode: str = "processed"
+    trainer_dtype: str = "float32"
+    vocab_size: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    max_response_length: int | None = None
+    adapter_base: str | None = None
+    filtered: str | None = None
+    checkpoints: str | None = None
+    sampler_checkpoints: str | None = None
+    assumed: frozenset[str] = frozenset()
+
+    @property
+    def scoring_temperature(self) -> float:
+        """Temperature at which log-probs are comparable with the logged ones: raw log-probs precede it."""
+        return 1.0 if self.logprobs_mode == "raw" else self.temperature
+
+    @property
+    def truncated_sampling(self) -> bool:
+        """True when top-p or top-k cut the distribution that was sampled."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run directory, as a reader understood it.
+
+    ``trainer_checkpoints`` finds the trainer's weights by version and ``sampler_checkpoints`` the sampler's; both are
+    None when the format has none. ``trainer_version(step)`` is the version that step ``step`` updates.
+    """
+
+    path: Path
+    format: str
+    settings: Settings
+    steps: tuple[Step, ...]
+    trainer_checkpoints: CheckpointPattern | None = None
+    sampler_checkpoints: CheckpointPattern | None = None
+    versions_known: bool = True
+    notices: tuple[str, ...] = ()
+
+    def trainer_version(self, step: int) -> int:
+        """Version of the weights that the step updates: k for step k, or UNKNOWN_VERSION."""
+        return step if self.versions_known else UNKNOWN_VERSION
+
+    def trainer_checkpoint(self, version: int) -> Path | None:
+        """Directory of the trainer's weights, None when the run holds none."""
+        return _existing(self.trainer_checkpoints, version)
+
+    def sampler_checkpoint(self, version: int) -> Path | None:
+        """Directory of the weights that the sampler was given at ``version``."""
+        return _existing(self.sampler_checkpoints or self.trainer_checkpoints, version)
+
+
+def _existing(pattern: CheckpointPattern | None, version: int) -> Path | None:
+    if pattern is None or version == UNKNOWN_VERSION:
+        return None
+    path = pattern.path(version)
+    return path if path.is_dir() else None
