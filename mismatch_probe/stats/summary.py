@@ -1,0 +1,150 @@
+"""One step's tokens -> its row of numbers, each with an interval over prompt groups."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mismatch_probe.stats.bias import (
+    MeanBias,
+    cosine,
+    discrepancy_bias_sums,
+    mean_bias,
+    sampled_total_variation,
+)
+from mismatch_probe.stats.bootstrap import ClusterBootstrap, Interval, Statistic, group_sums, mean, root_mean
+from mismatch_probe.stats.ess import ess_from_sums
+from mismatch_probe.stats.kl import k_terms
+from mismatch_probe.stats.ratios import Levels, Split, drop_nulls, group_log_means, sequence_sums
+from mismatch_probe.stats.types import Floats, Ints
+
+
+@dataclass(frozen=True, eq=False)
+class StepTokens:
+    """The counted tokens of one step; arrays (n,), nats, NaN = null.
+
+    ``half`` is 0 or 1, by prompt group. ``bias_lag_sums`` (2, V) and ``bias_lag_tokens`` (2,) are the exact lag bias
+    summed over each half, None when it was not computed.
+    """
+
+    split: Split
+    levels: Levels
+    half: Ints
+    token_id: Ints
+    kl_stale_trainer: Floats
+    kl_trainer_stale: Floats
+    total_variation: Floats
+    entropy_stale: Floats
+    entropy_trainer: Floats
+    bias_lag_sums: Floats | None
+    bias_lag_tokens: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class BiasVectors:
+    """Mean bias vectors of a step, (V,), kept for the cosine at the next step; None = null."""
+
+    lag: Floats | None = None
+    discrepancy: Floats | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """``values`` by name, NaN = null; ``intervals`` by name; ``reasons`` says why something is null."""
+
+    values: dict[str, float]
+    intervals: dict[str, Interval]
+    bias: BiasVectors
+    reasons: list[str] = field(default_factory=list)
+
+
+def summarise(tokens: StepTokens, bootstrap: ClusterBootstrap, previous: BiasVectors) -> Summary:
+    """Every number of ``steps.parquet`` that follows from the tokens alone.
+
+    Args:
+        tokens: the step's counted tokens.
+        bootstrap: over the step's prompt groups.
+        previous: bias vectors of the step before, for the cosines.
+    """
+    intervals = {**_moments(tokens, bootstrap), **_ess(tokens, bootstrap)}
+    values, bias = _bias(tokens, previous)
+    known = ~np.isnan(tokens.split.discrepancy) & ~np.isnan(tokens.split.lag)
+    if known.any():
+        values["discrepancy_lag_covariance"] = float(
+            np.cov(tokens.split.discrepancy[known], tokens.split.lag[known], bias=True)[0, 1]
+        )
+    reasons = sorted({f"no interval: {i.reason}" for i in intervals.values() if i.reason and not math.isnan(i.value)})
+    return Summary(values, intervals, bias, reasons)
+
+
+def _moments(tokens: StepTokens, bootstrap: ClusterBootstrap) -> dict[str, Interval]:
+    """Means over tokens: signed, absolute and squared parts, KL estimates, mass audit, exact vocabulary sums."""
+    parts = {"discrepancy": tokens.split.discrepancy, "lag": tokens.split.lag, "log_ratio": tokens.split.log_ratio}
+    terms: dict[str, tuple[Floats, Statistic]] = {}
+    for name, values in parts.items():
+        terms[f"{name}_mean"] = (values, mean)
+        terms[f"{name}_mean_abs"] = (np.abs(values), mean)
+        terms[f"{name}_rms"] = (np.square(values), root_mean)
+    for name in ("discrepancy", "log_ratio"):
+        for estimator, estimate in k_terms(parts[name]).items():
+            terms[f"{name}_{estimator}"] = (estimate, mean)
+        terms[f"{name}_mean_weight"] = (np.exp(parts[name]), mean)
+    terms["bias_discrepancy_tv"] = (sampled_total_variation(tokens.split.discrepancy), mean)
+    terms["bias_lag_tv"] = (tokens.total_variation, mean)
+    terms["prefix_kl_stale_trainer"] = (tokens.kl_stale_trainer, mean)
+    terms["prefix_kl_trainer_stale"] = (tokens.kl_trainer_stale, mean)
+    terms["entropy_stale"] = (tokens.entropy_stale, mean)
+    terms["entropy_trainer"] = (tokens.entropy_trainer, mean)
+    out = {}
+    for name, (values, statistic) in terms.items():
+        known, (group,), _ = drop_nulls(values, tokens.levels.group)
+        out[name] = bootstrap.interval(group_sums([known], group, bootstrap.n_groups), statistic)
+    return out
+
+
+def _ess(tokens: StepTokens, bootstrap: ClusterBootstrap) -> dict[str, Interval]:
+    """ESS of the lag, discrepancy and total ratio at token, sequence and prompt level."""
+    levels = tokens.levels
+    groups = np.arange(levels.n_groups, dtype=np.int64)
+    out = {}
+    ratios = {"lag": tokens.split.lag, "discrepancy": tokens.split.discrepancy, "total": tokens.split.log_ratio}
+    for ratio, log_weights in ratios.items():
+        sequence = sequence_sums(log_weights, levels)
+        units = {
+            "token": (log_weights, levels.group),
+            "sequence": (sequence, levels.group_of_sequence),
+            "prompt": (group_log_means(sequence, levels), groups),
+        }
+        for level, (values, group_of) in units.items():
+            known, (group,), _ = drop_nulls(values, group_of)
+            weights = np.exp(known - known.max()) if len(known) else known
+            sums = group_sums([weights, np.square(weights)], group, bootstrap.n_groups)
+            out[f"ess_{ratio}_{level}"] = bootstrap.interval(sums, ess_from_sums)
+    return out
+
+
+def _bias(tokens: StepTokens, previous: BiasVectors) -> tuple[dict[str, float], BiasVectors]:
+    """The mean bias vectors: exact for the lag, from the sampled tokens for the discrepancy."""
+    values: dict[str, float] = {}
+    vectors: dict[str, Floats | None] = {"lag": None, "discrepancy": None}
+    estimates: dict[str, MeanBias] = {}
+    vocab_size = int(tokens.token_id.max(initial=-1)) + 1
+    if tokens.bias_lag_sums is not None and tokens.bias_lag_tokens.any():
+        vocab_size = tokens.bias_lag_sums.shape[1]
+        estimates["lag"] = mean_bias(tokens.bias_lag_sums, tokens.bias_lag_tokens)
+    sums, counts = discrepancy_bias_sums(tokens.split.discrepancy, tokens.token_id, tokens.half, vocab_size)
+    if counts.any():
+        estimates["discrepancy"] = mean_bias(sums, counts)
+    for part, before in (("lag", previous.lag), ("discrepancy", previous.discrepancy)):
+        estimate = estimates.get(part)
+        if estimate is None:
+            continue
+        vectors[part] = estimate.vector
+        values[f"bias_{part}_norm"] = estimate.norm
+        values[f"bias_{part}_noise"] = estimate.noise
+        values[f"bias_{part}_split_half_cosine"] = estimate.split_half_cosine
+        if before is not None and len(before) == len(estimate.vector):
+            values[f"bias_{part}_cosine_previous"] = cosine(estimate.vector, before)
+    return values, BiasVectors(vectors["lag"], vectors["discrepancy"])
