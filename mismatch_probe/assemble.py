@@ -1,0 +1,290 @@
+"""Rollouts and scores of one step -> its rows in the tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Rollouts
+from mismatch_probe.stats.bootstrap import ClusterBootstrap
+from mismatch_probe.stats.breakdown import StepEss
+from mismatch_probe.stats.ratios import Levels, Split, sequence_sums, split
+from mismatch_probe.stats.summary import BiasVectors, StepTokens, Summary, summarise
+from mismatch_probe.tables import TOKENS, schema
+
+if TYPE_CHECKING:
+    from mismatch_probe.scoring.score import StepScores
+
+
+@dataclass(frozen=True, eq=False)
+class Judgement:
+    """How breakdown is judged: level, threshold, and the bootstrap behind the intervals."""
+
+    level: str
+    threshold: float
+    confidence: float
+    resamples: int
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepData:
+    """One step, joined: arrays over its counted tokens, (n,), nats, NaN = null."""
+
+    step: int
+    trainer_version: int
+    rollouts: Rollouts
+    scores: StepScores
+    counted: Bools
+    levels: Levels
+    half: Ints
+    sampler: Floats
+    stale: Floats
+    trainer: Floats
+    trainer_rescored: Bools
+    stale_rescored: Bools
+    split: Split
+
+
+def halves(rollouts: Rollouts) -> Ints:
+    """0 or 1 for each sequence, by prompt group: neighbours in the order of group ids fall into different halves."""
+    _, group = np.unique(rollouts.group_id.astype(str), return_inverse=True)
+    return (group % 2).astype(np.int64)
+
+
+def join(step: int, rollouts: Rollouts, scores: StepScores, trainer_version: int, one_lineage: bool) -> StepData:
+    """Choose each log-prob's source and split.
+
+    log pi is rescored where there is a checkpoint, else as logged. log pi_s is rescored; without a checkpoint it is
+    log pi where sampler and trainer hold the same version.
+
+    Args:
+        step: step number.
+        rollouts: its sequences.
+        scores: their rescored values.
+        trainer_version: version of the trainer's weights, or UNKNOWN_VERSION.
+        one_lineage: sampler and trainer versions name the same checkpoints.
+    """
+    counted = rollouts.loss_mask
+    _, group_of_sequence = np.unique(rollouts.group_id.astype(str), return_inverse=True)
+    rescored, logged = scores.trainer_logprob[counted], rollouts.trainer_logprob[counted]
+    trainer = np.where(np.isnan(rescored), logged, rescored)
+    stale = scores.stale_logprob[counted]
+    same = (rollouts.sampler_version[counted] == trainer_version) & (trainer_version != UNKNOWN_VERSION) & one_lineage
+    stale_rescored = ~np.isnan(stale)
+    stale = np.where(np.isnan(stale) & same, trainer, stale)
+    sampler = rollouts.sampler_logprob[counted]
+    return StepData(
+        step=step,
+        trainer_version=trainer_version,
+        rollouts=rollouts,
+        scores=scores,
+        counted=counted,
+        levels=Levels(rollouts.sequence_of_token[counted], group_of_sequence.astype(np.int64)),
+        half=halves(rollouts)[rollouts.sequence_of_token[counted]],
+        sampler=sampler,
+        stale=stale,
+        trainer=trainer,
+        trainer_rescored=~np.isnan(rescored),
+        stale_rescored=stale_rescored,
+        split=split(sampler, stale, trainer),
+    )
+
+
+def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
+    """The step's tokens table."""
+    rollouts, counted, scores = data.rollouts, data.counted, data.scores
+    sequence = data.levels.sequence
+    versions = rollouts.sampler_version[counted]
+    columns: dict[str, pa.Array] = {
+        "sequence_id": _category(sequence, rollouts.sequence_id),
+        "group_id": _category(sequence, rollouts.group_id),
+        "position": pa.array(rollouts.position_of_token[counted], pa.int32()),
+        "token_id": pa.array(rollouts.response.values[counted], pa.int32()),
+        "sampler_version": pa.array(versions, pa.int64(), mask=versions == UNKNOWN_VERSION),
+        "trainer_version": pa.array(
+            np.full(len(versions), data.trainer_version),
+            pa.int64(),
+            mask=np.full(len(versions), data.trainer_version == UNKNOWN_VERSION),
+        ),
+        "sampler_logprob": _nullable(data.sampler),
+        "stale_trainer_logprob": _nullable(data.stale),
+        "trainer_logprob": _nullable(data.trainer),
+        "discrepancy": _nullable(data.split.discrepancy),
+        "lag": _nullable(data.split.lag),
+        "log_ratio": _nullable(data.split.log_ratio),
+        "sampler_logprob_source": _source(data.sampler, np.zeros(len(data.sampler), dtype=np.bool_)),
+        "stale_trainer_logprob_source": _source(data.stale, data.stale_rescored | data.trainer_rescored),
+        "trainer_logprob_source": _source(data.trainer, data.trainer_rescored),
+        "logged_trainer_logprob": _nullable(rollouts.trainer_logprob[counted]),
+        "entropy_stale": _nullable(scores.entropy_stale[counted]),
+        "entropy_trainer": _nullable(scores.entropy_trainer[counted]),
+        "kl_stale_trainer": _nullable(scores.kl_stale_trainer[counted]),
+        "kl_trainer_stale": _nullable(scores.kl_trainer_stale[counted]),
+        "total_variation": _nullable(scores.total_variation[counted]),
+        "advantage": _nullable(rollouts.advantage[counted]),
+    }
+    target = schema(TOKENS, provenance)
+    return pa.table([columns[name] for name in target.names], schema=target)
+
+
+def sequence_rows(data: StepData) -> list[dict[str, Any]]:
+    """The step's rows of the sequences table."""
+    rollouts, levels = data.rollouts, data.levels
+    n = len(rollouts)
+    versions = rollouts.sampler_version[data.counted]
+    oldest, newest = np.full(n, np.iinfo(np.int64).max), np.full(n, UNKNOWN_VERSION)
+    np.minimum.at(oldest, levels.sequence, versions)
+    np.maximum.at(newest, levels.sequence, versions)
+    tokens = np.bincount(levels.sequence, minlength=n)
+    sums = {
+        name: sequence_sums(values, levels)
+        for name, values in (
+            ("discrepancy_sum", data.split.discrepancy),
+            ("lag_sum", data.split.lag),
+            ("log_ratio_sum", data.split.log_ratio),
+            ("prefix_kl_stale_trainer", data.scores.kl_stale_trainer[data.counted]),
+        )
+    }
+    sums["prefix_kl_stale_trainer"] = sums["prefix_kl_stale_trainer"] / np.maximum(tokens, 1)
+    return [
+        {
+            "step": data.step,
+            "sequence_id": rollouts.sequence_id[row],
+            "group_id": rollouts.group_id[row],
+            "tokens": int(tokens[row]),
+            "sampler_version_min": _version(oldest[row]) if tokens[row] else None,
+            "sampler_version_max": _version(newest[row]) if tokens[row] else None,
+            "trainer_version": _version(data.trainer_version),
+            **{name: float(values[row]) for name, values in sums.items()},
+            "reward": float(rollouts.reward[row]),
+            "finish_reason": rollouts.finish_reason[row],
+        }
+        for row in range(n)
+    ]
+
+
+def step_row(
+    data: StepData, judgement: Judgement, previous: BiasVectors, extra_reasons: Iterable[str]
+) -> tuple[dict[str, Any], BiasVectors]:
+    """The step's row of the steps table, and its bias vectors for the next step's cosines."""
+    bootstrap = ClusterBootstrap(data.levels.n_groups, judgement.seed, judgement.resamples, judgement.confidence)
+    summary = summarise(_step_tokens(data), bootstrap, previous)
+    ends = {
+        f"{name}_ci_{end}": getattr(interval, end)
+        for name, interval in summary.intervals.items()
+        for end in ("low", "high")
+    }
+    ess = summary.intervals[f"ess_lag_{judgement.level}"]
+    status = StepEss(data.step, ess.value, ess.low, ess.high).status(judgement.threshold)
+    row = {
+        "step": data.step,
+        **_counts(data),
+        **{name: interval.value for name, interval in summary.intervals.items()},
+        **ends,
+        **summary.values,
+        **_noise(data),
+        "breakdown_level": judgement.level,
+        "breakdown_threshold": judgement.threshold,
+        "breakdown_probability": ess.share_below(judgement.threshold),
+        "status": str(status),
+        "reasons": [*_null_reasons(data, summary), *extra_reasons],
+    }
+    return row, summary.bias
+
+
+def _step_tokens(data: StepData) -> StepTokens:
+    scores, counted = data.scores, data.counted
+    return StepTokens(
+        split=data.split,
+        levels=data.levels,
+        half=data.half,
+        token_id=data.rollouts.response.values[counted],
+        kl_stale_trainer=scores.kl_stale_trainer[counted],
+        kl_trainer_stale=scores.kl_trainer_stale[counted],
+        total_variation=scores.total_variation[counted],
+        entropy_stale=scores.entropy_stale[counted],
+        entropy_trainer=scores.entropy_trainer[counted],
+        bias_lag_sums=scores.bias_lag_sum,
+        bias_lag_tokens=scores.bias_lag_tokens,
+    )
+
+
+def _counts(data: StepData) -> dict[str, Any]:
+    rollouts, counted = data.rollouts, data.counted
+    versions = rollouts.sampler_version[counted]
+    known = (versions != UNKNOWN_VERSION) & (data.trainer_version != UNKNOWN_VERSION)
+    lags = (data.trainer_version - versions)[known]
+    lengths = np.bincount(data.levels.sequence, minlength=len(rollouts))
+    rewards = rollouts.reward[~np.isnan(rollouts.reward)]
+    return {
+        "sequences": len(rollouts),
+        "groups": data.levels.n_groups,
+        "tokens": int(counted.sum()),
+        "tokens_with_discrepancy": int((~np.isnan(data.split.discrepancy)).sum()),
+        "tokens_with_lag": int((~np.isnan(data.split.lag)).sum()),
+        "rejected": len(rollouts.rejected),
+        "version_lag_mean": float(lags.mean()) if len(lags) else math.nan,
+        "version_lag_max": float(lags.max()) if len(lags) else math.nan,
+        "response_length_mean": float(lengths.mean()) if len(lengths) else math.nan,
+        "reward_mean": float(rewards.mean()) if len(rewards) else math.nan,
+    }
+
+
+def _noise(data: StepData) -> dict[str, Any]:
+    noise = data.scores.noise
+    logged = data.rollouts.trainer_logprob[data.counted]
+    gap = (logged - data.trainer)[data.trainer_rescored & ~np.isnan(logged)]
+    return {
+        "noise_floor_rms": _rms(noise),
+        "noise_floor_max": float(np.abs(noise).max()) if len(noise) else math.nan,
+        "noise_floor_tokens": len(noise),
+        "logged_trainer_gap_rms": _rms(gap),
+        "logged_trainer_gap_max": float(np.abs(gap).max()) if len(gap) else math.nan,
+    }
+
+
+def _null_reasons(data: StepData, summary: Summary) -> list[str]:
+    total = int(data.counted.sum())
+    if not total:
+        return ["no counted token"]
+    reasons = [f"{what}: {n} of {total} tokens" for what, n in sorted(data.scores.reasons.items())]
+    unsampled = int(np.isnan(data.sampler).sum())
+    if unsampled:
+        reasons.append(f"no sampler log-prob: {unsampled} of {total} tokens have no discrepancy and no log-ratio")
+    lag_from_log = int((data.stale_rescored & ~data.trainer_rescored & ~np.isnan(data.trainer)).sum())
+    if lag_from_log:
+        reasons.append(
+            f"log pi as logged, pi_s rescored: the lag of {lag_from_log} tokens holds the trainer's numerics as well"
+        )
+    if summary.bias.lag is not None and not summary.bias.lag.any():
+        reasons.append("lag bias is zero, so it has no direction and no cosine")
+    return reasons + summary.reasons
+
+
+def _nullable(values: Floats) -> pa.Array:
+    return pa.array(values, pa.float64(), mask=np.isnan(values))
+
+
+def _source(values: Floats, rescored: Bools) -> pa.Array:
+    codes = pa.array(rescored.astype(np.int32), mask=np.isnan(values))
+    return pa.DictionaryArray.from_arrays(codes, pa.array(["logged", "rescored"]))
+
+
+def _category(sequence: Ints, names: Any) -> pa.Array:
+    kinds, code_of_row = np.unique(names.astype(str), return_inverse=True)
+    codes = pa.array(code_of_row[sequence].astype(np.int32))
+    return pa.DictionaryArray.from_arrays(codes, pa.array(kinds.tolist(), pa.string()))
+
+
+def _version(value: Any) -> int | None:
+    return None if value == UNKNOWN_VERSION else int(value)
+
+
+def _rms(values: Floats) -> float:
+    return float(np.sqrt(np.square(values).mean())) if len(values) else math.nan

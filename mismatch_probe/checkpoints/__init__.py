@@ -1,0 +1,1 @@
+"""Any checkpoint layout -> a torch module in eval mode."""

@@ -1,0 +1,152 @@
+"""A checkpoint ready to score: the body gives hidden states, the head turns some of them into logits."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_probe.checkpoints.huggingface import load_model
+from mismatch_probe.errors import CheckpointError, UsageError
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class ScoringOptions:
+    """How to score.
+
+    ``max_tokens``: padded tokens in one forward pass. ``chunk_elements``: entries of the largest array over the
+    vocabulary. ``temperature``: logits are divided by it, as the sampler did.
+    """
+
+    device: str = "auto"
+    dtype: str = "float32"
+    temperature: float = 1.0
+    max_tokens: int = 16384
+    chunk_elements: int = 1 << 22
+    trust_remote_code: bool = False
+
+    def torch_device(self) -> torch.device:
+        """The device meant by ``device``; auto takes CUDA where there is one.
+
+        Raises:
+            UsageError: CUDA is asked for and absent, or the name is unknown.
+        """
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise UsageError(f"--device {self.device}: unknown. Use auto, cpu, cuda or cuda:N") from None
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise UsageError(f"--device {self.device}: this machine has {torch.cuda.device_count()} CUDA devices")
+        return device
+
+
+class Network:
+    """The trainer network at one set of weights.
+
+    The head's product comes out in float32 whatever the weights' dtype (float64 for float64): a bfloat16 logit is
+    good to 1/16 nat at best, which no later care can mend.
+    """
+
+    def __init__(self, path: Path, options: ScoringOptions) -> None:
+        self.path = path
+        self._model = load_model(path, options.torch_device(), DTYPES[options.dtype], options.trust_remote_code)
+        self._body = self._model.base_model
+        head = self._model.get_output_embeddings()
+        if head is None or self._body is self._model:
+            raise CheckpointError(f"{path}: {type(self._model).__name__} has no body and output head to score with")
+        self.weight: Tensor = head.weight  # (V, H)
+        self._bias: Tensor | None = getattr(head, "bias", None)
+        config = self._model.config.get_text_config()
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._multiplier = _logit_multiplier(config)
+        self._check_head()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head, V."""
+        return self.weight.shape[0]
+
+    @torch.inference_mode()
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Final hidden states of right-padded ids: (B, T) -> (B, T, H).
+
+        No attention mask is needed: attention is causal, so padding on the right reaches no real token.
+        """
+        states: Tensor = self._body(input_ids=ids.to(self.weight.device), use_cache=False).last_hidden_state
+        return states
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states, before temperature: (n, H) -> (n, V), float32 or float64."""
+        logits = _matmul_wide(hidden, self.weight)
+        if self._bias is not None:
+            logits += self._bias
+        if self._multiplier != 1.0:
+            logits *= self._multiplier
+        if self._softcap is not None:
+            logits = torch.tanh_(logits.div_(self._softcap)).mul_(self._softcap)
+        return logits
+
+    @torch.inference_mode()
+    def _check_head(self) -> None:
+        """Refuse architectures whose logits are not what body and head give: a wrong score must not pass silently."""
+        ids = torch.arange(min(4, self.vocab_size), device=self.weight.device)[None]
+        expected = self._model(input_ids=ids, use_cache=False).logits[0].float()
+        found = self.logits(self.hidden(ids)[0]).float()
+        wide = self.weight.dtype in (torch.float32, torch.float64)
+        tolerance = (1e-4 if wide else 3e-2) * float(expected.abs().max().clamp_min(1.0))
+        if expected.shape != found.shape or not bool(((expected - found).abs() <= tolerance).all()):
+            raise CheckpointError(
+                f"{self.path}: the logits of {type(self._model).__name__} are not those of its hidden states and "
+                "output head (a scale or cap that is not known here). Please report the architecture"
+            )
+
+
+class NetworkCache:
+    """The most recently used networks, by directory; ``capacity`` of them stay in memory."""
+
+    def __init__(self, options: ScoringOptions, capacity: int = 2) -> None:
+        self._options, self._capacity = options, capacity
+        self._networks: OrderedDict[Path, Network] = OrderedDict()
+
+    def get(self, path: Path) -> Network:
+        """The network at ``path``, loaded if need be.
+
+        Raises:
+            CheckpointError: it cannot be loaded.
+        """
+        if path not in self._networks:
+            while len(self._networks) >= self._capacity:
+                self._networks.popitem(last=False)
+            self._networks[path] = Network(path, self._options)
+        self._networks.move_to_end(path)
+        return self._networks[path]
+
+
+def _matmul_wide(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden @ weight.T with a float32 result (float64 for float64 inputs)."""
+    if weight.dtype in (torch.float32, torch.float64):
+        return hidden @ weight.T
+    if weight.is_cuda:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return hidden.float() @ weight.float().T
+
+
+def _logit_multiplier(config: Any) -> float:
+    """Constant that some architectures put on their logits: Cohere multiplies by one, Granite divides by one."""
+    scale = getattr(config, "logit_scale", None)
+    scaling = getattr(config, "logits_scaling", None)
+    return float(1.0 if scale is None else scale) / float(1.0 if scaling is None else scaling)

@@ -1,0 +1,39 @@
+"""Which sequences go through the network together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mismatch_probe.run import Ints
+
+
+def batches(lengths: Ints, max_tokens: int) -> Iterator[Ints]:
+    """Cut sequences into right-padded batches of at most ``max_tokens`` padded tokens, longest first.
+
+    Sorting by length keeps the padding small; longest first finds a lack of memory at once. A sequence that is longer
+    than the budget goes alone.
+
+    Args:
+        lengths: tokens of each sequence, (n,).
+        max_tokens: rows times longest row.
+
+    Yields:
+        Row numbers of one batch.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        rows = max(1, max_tokens // max(1, int(lengths[order[start]])))
+        yield order[start : start + rows]
+        start += rows
+
+
+def shards(tokens: Ints, max_tokens: int) -> Iterator[Ints]:
+    """Cut sequences, in order, into runs whose scored tokens sum to about ``max_tokens``: hidden states of one shard
+    are held at a time.
+    """
+    shard_of_row = (np.cumsum(tokens) - tokens) // max_tokens
+    for shard in np.unique(shard_of_row):
+        yield np.flatnonzero(shard_of_row == shard)
