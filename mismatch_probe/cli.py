@@ -1,0 +1,269 @@
+"""The command line: one thin function a command. torch is imported only by ``decompose``."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mismatch_probe import __version__
+from mismatch_probe.cli_options import (
+    AnalysisOption,
+    ConfidenceOption,
+    DataFormat,
+    FigureFormat,
+    Level,
+    LevelOption,
+    QuietOption,
+    ReadableFormat,
+    RunArgument,
+    RunFormatOption,
+    SkipBadRowsOption,
+    StrictOption,
+    ThresholdOption,
+)
+from mismatch_probe.errors import ExitCode, MismatchProbeError
+
+app = typer.Typer(
+    name="mismatch-probe",
+    help="Split the training-inference mismatch of an LLM RL run into engine numerics and stale weights.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 fine, 1 gate failed, 2 usage or unreadable input, 3 internal error, "
+    "5 nothing could be judged, 130 interrupted.",
+)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; user errors are one line on stderr."""
+    try:
+        result = app(args=list(args) if args is not None else None, standalone_mode=False)
+    except MismatchProbeError as error:
+        print_error(str(error))
+        return int(error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        print_error("interrupted; earlier results are as they were")
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output went away (| head): nothing is wrong.
+        sys.stdout = None
+        return int(ExitCode.OK)
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
+            error.show()  # the option parser's own usage errors
+            return int(error.exit_code)
+        traceback.print_exc()
+        print_error("internal error (above); please report it with the command and the output of --version")
+        return int(ExitCode.INTERNAL)
+    return int(result) if isinstance(result, int) else int(ExitCode.OK)
+
+
+def print_error(text: str) -> None:
+    """One line on stderr."""
+    sys.stderr.write(f"error: {' '.join(text.split())}\n")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"mismatch-probe {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take the options that stand before the command."""
+
+
+@app.command()
+def inspect(
+    run_dir: RunArgument = Path("."),
+    run_format: RunFormatOption = None,
+    format: Annotated[DataFormat, typer.Option("--format", help="How to print.")] = DataFormat.text,
+    skip_bad_rows: SkipBadRowsOption = False,
+    strict: StrictOption = False,
+) -> int:
+    """Say what a run holds, what can be computed, what is missing, and what it will cost."""
+    from mismatch_probe.inspection import inspect_run
+    from mismatch_probe.readers import ReadOptions, open_run
+    from mismatch_probe.reporters import inspection as reporter
+    from mismatch_probe.reporters.terminal import stdout
+
+    found = inspect_run(open_run(run_dir, ReadOptions(skip_bad_rows, strict), run_format))
+    if format is DataFormat.json:
+        sys.stdout.write(reporter.as_json(found) + "\n")
+    else:
+        reporter.print_text(found, stdout())
+    computable = any(share > 0 for step in found.steps for share in step.can.values())
+    return ExitCode.OK if computable else ExitCode.NOTHING_TO_JUDGE
+
+
+@app.command()
+def decompose(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory, as its framework wrote it.")],
+    output: AnalysisOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier analysis.")] = False,
+    steps: Annotated[
+        str | None, typer.Option(help="Steps FIRST:END:STRIDE (end left out), or a list: 10:40:5 or 3,8,20:30.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Sequences a step: whole prompt groups, drawn by seed.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of --limit and of the bootstrap.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="float64, float32, bfloat16 or float16; default: the trainer's own.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Padded tokens in one forward pass.")] = 16384,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code that comes with a checkpoint.")
+    ] = False,
+    ess_level: LevelOption = Level.sequence,
+    ess_threshold: ThresholdOption = 0.5,
+    confidence: ConfidenceOption = 0.95,
+    run_format: RunFormatOption = None,
+    skip_bad_rows: SkipBadRowsOption = False,
+    strict: StrictOption = False,
+    quiet: QuietOption = False,
+) -> int:
+    """Re-score every loss token and split its error into engine numerics and stale weights."""
+    from mismatch_probe.cli_decompose import run_decompose
+
+    return run_decompose(
+        run_dir,
+        output,
+        overwrite,
+        run_format,
+        quiet,
+        steps=steps,
+        limit=limit,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        max_tokens=max_tokens,
+        trust_remote_code=trust_remote_code,
+        level=ess_level.value,
+        threshold=ess_threshold,
+        confidence=confidence,
+        skip_bad_rows=skip_bad_rows,
+        strict=strict,
+    )
+
+
+@app.command(name="ess-report")
+def ess_report(
+    run_dir: RunArgument = Path("."),
+    output: AnalysisOption = None,
+    ess_level: LevelOption = Level.sequence,
+    ess_threshold: ThresholdOption = 0.5,
+    format: Annotated[ReadableFormat, typer.Option("--format", help="How to print.")] = ReadableFormat.text,
+) -> int:
+    """ESS of the lag, discrepancy and total ratio a step, the first breakdown, and a verdict."""
+    from mismatch_probe.folder import open_analysis
+    from mismatch_probe.reporters import ess_report as reporter
+    from mismatch_probe.reporters.terminal import stdout
+
+    analysis = open_analysis(run_dir, output)
+    report = reporter.ess_report(
+        analysis.steps, analysis.name, ess_level.value, ess_threshold, analysis.record["options"]["confidence"]
+    )
+    if format is ReadableFormat.text:
+        reporter.print_text(report, stdout())
+    else:
+        text = reporter.as_json(report) if format is ReadableFormat.json else reporter.to_markdown(report)
+        sys.stdout.write(text + "\n")
+    known = any(s.value == s.value for levels in report.ess.values() for column in levels.values() for s in column)
+    return ExitCode.OK if known else ExitCode.NOTHING_TO_JUDGE
+
+
+@app.command()
+def plot(
+    run_dir: RunArgument = Path("."),
+    output: AnalysisOption = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="decomposition, ess, prefix-kl or distributions; may be repeated.")
+    ] = None,
+    ess_level: LevelOption = Level.sequence,
+    ess_threshold: ThresholdOption = 0.5,
+    format: Annotated[FigureFormat, typer.Option("--format", help="Picture format.")] = FigureFormat.png,
+    quiet: QuietOption = False,
+) -> int:
+    """Draw the decomposition, ESS, prefix KL and distributions into the analysis folder's plots/."""
+    from mismatch_probe.folder import open_analysis
+    from mismatch_probe.reporters.plots import draw
+
+    analysis = open_analysis(run_dir, output)
+    for path in draw(analysis, only, ess_level.value, ess_threshold, format.value):
+        if not quiet:
+            sys.stderr.write(f"wrote {path}\n")
+    return ExitCode.OK
+
+
+@app.command()
+def gate(
+    run_dir: RunArgument = Path("."),
+    output: AnalysisOption = None,
+    ess_level: Annotated[
+        Level | None, typer.Option(envvar="MISMATCH_PROBE_ESS_LEVEL", help="Level of min-ess; default sequence.")
+    ] = None,
+    min_ess: Annotated[
+        float | None, typer.Option(envvar="MISMATCH_PROBE_MIN_ESS", help="Lowest ESS of the lag; default 0.5.")
+    ] = None,
+    max_discrepancy_k3: Annotated[
+        float | None,
+        typer.Option(
+            envvar="MISMATCH_PROBE_MAX_DISCREPANCY_K3", help="Highest KL(mu || pi_s), k3, nats; default 0.02."
+        ),
+    ] = None,
+    max_prefix_kl: Annotated[
+        float | None,
+        typer.Option(envvar="MISMATCH_PROBE_MAX_PREFIX_KL", help="Highest prefix KL(pi_s || pi), nats; default off."),
+    ] = None,
+    max_mass_error: Annotated[
+        float | None,
+        typer.Option(
+            envvar="MISMATCH_PROBE_MAX_MASS_ERROR",
+            help="Largest |mean e^D - 1| whose interval excludes 0; default off.",
+        ),
+    ] = None,
+    max_bias_tv: Annotated[
+        float | None,
+        typer.Option(envvar="MISMATCH_PROBE_MAX_BIAS_TV", help="Highest score bias of either part; default off."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Thresholds file; default: nearest mismatch-probe.toml or pyproject.toml.")
+    ] = None,
+    format: Annotated[DataFormat, typer.Option("--format", help="How to print.")] = DataFormat.text,
+    exit_zero: Annotated[bool, typer.Option("--exit-zero", help="Return 0 even when a check fails.")] = False,
+) -> int:
+    """Fail (exit 1) when a step is beyond a threshold; 5 when nothing could be judged."""
+    from mismatch_probe.config import load_thresholds
+    from mismatch_probe.folder import open_analysis
+    from mismatch_probe.gate import Outcome, run_checks
+    from mismatch_probe.reporters import gate as reporter
+    from mismatch_probe.reporters.terminal import stdout
+
+    given = {
+        "ess_level": None if ess_level is None else ess_level.value,
+        "min_ess": min_ess,
+        "max_discrepancy_k3": max_discrepancy_k3,
+        "max_prefix_kl": max_prefix_kl,
+        "max_mass_error": max_mass_error,
+        "max_bias_tv": max_bias_tv,
+    }
+    thresholds, source = load_thresholds(Path.cwd(), config, given)
+    checks = run_checks(open_analysis(run_dir, output).steps, thresholds)
+    if format is DataFormat.json:
+        sys.stdout.write(reporter.as_json(checks, source) + "\n")
+    else:
+        reporter.print_text(checks, source, stdout())
+    failed = any(check.outcome is Outcome.FAILED for check in checks)
+    return ExitCode.GATE_FAILED if failed and not exit_zero else ExitCode.OK

@@ -1,0 +1,56 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Level(StrEnum):
+    """Unit whose weight is judged."""
+
+    token = "token"
+    sequence = "sequence"
+    prompt = "prompt"
+
+
+class DataFormat(StrEnum):
+    """Formats of commands for people and programs."""
+
+    text = "text"
+    json = "json"
+
+
+class ReadableFormat(StrEnum):
+    """Formats of commands whose result is also pasted elsewhere."""
+
+    text = "text"
+    json = "json"
+    markdown = "markdown"
+
+
+class FigureFormat(StrEnum):
+    """Picture formats."""
+
+    png = "png"
+    svg = "svg"
+
+
+RunArgument = Annotated[Path, typer.Argument(metavar="[RUN_DIR]", help="Run directory.", show_default=True)]
+AnalysisOption = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Analysis folder; default RUN_DIR/mismatch_probe.")
+]
+RunFormatOption = Annotated[
+    str | None, typer.Option("--run-format", help="native or nemo-rl, instead of recognising it.")
+]
+LevelOption = Annotated[Level, typer.Option(help="Level at which breakdown is judged.")]
+ThresholdOption = Annotated[float, typer.Option(min=0, max=1, help="ESS of the lag below it is a breakdown.")]
+ConfidenceOption = Annotated[float, typer.Option(min=0.5, max=0.999, help="Coverage of the intervals.")]
+SkipBadRowsOption = Annotated[
+    bool, typer.Option("--skip-bad-rows", help="Set aside lines and files that cannot be parsed.")
+]
+StrictOption = Annotated[bool, typer.Option("--strict", help="End with exit 2 at the first row that does not fit.")]
+QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="No progress and no notes on stderr.")]

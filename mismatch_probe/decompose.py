@@ -1,0 +1,232 @@
+"""The main job: each step's rollouts through scoring and statistics into the tables."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mismatch_probe import __version__
+from mismatch_probe.assemble import Judgement, halves, join, sequence_rows, step_row, token_table
+from mismatch_probe.checkpoints.describe import digest
+from mismatch_probe.errors import BadFileError, CheckpointError, NothingToJudgeError
+from mismatch_probe.folder import Staging
+from mismatch_probe.resolve import StepCheckpoints, semantic_reasons
+from mismatch_probe.run import Rejected, Rollouts, Run, Step
+from mismatch_probe.scoring.network import ScoringOptions
+from mismatch_probe.scoring.score import StepScorer, StepScores
+from mismatch_probe.selection import StepSelection, limit_sequences
+from mismatch_probe.stats.breakdown import DEFAULT_LEVEL, DEFAULT_THRESHOLD
+from mismatch_probe.stats.summary import BiasVectors
+from mismatch_probe.tables import REJECTED, SEQUENCES, STEPS, table_of, write_table
+
+
+class Progress(Protocol):
+    """Where progress and notices go."""
+
+    def start(self, steps: int) -> None:
+        """The number of steps is known."""
+
+    def step(self, index: int, tokens: int) -> None:
+        """A step begins; it will forward about ``tokens`` tokens."""
+
+    def tokens(self, count: int) -> None:
+        """Tokens went through a network."""
+
+    def notice(self, text: str) -> None:
+        """Something the user must know."""
+
+
+@dataclass(frozen=True)
+class DecomposeOptions:
+    """Options of ``decompose``; ``dtype`` None means the trainer's own."""
+
+    steps: StepSelection | None = None
+    limit: int | None = None
+    seed: int = 0
+    device: str = "auto"
+    dtype: str | None = None
+    max_tokens: int = 16384
+    trust_remote_code: bool = False
+    level: str = DEFAULT_LEVEL
+    threshold: float = DEFAULT_THRESHOLD
+    confidence: float = 0.95
+    resamples: int = 2000
+    skip_bad_rows: bool = False
+    strict: bool = False
+
+
+def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progress, overwrite: bool = False) -> None:
+    """Decompose the chosen steps of a run and write the tables.
+
+    Raises:
+        NothingToJudgeError: no step held a token that could be compared; an earlier analysis stays in place.
+        BadFileError, CheckpointError, OutputError, UsageError: as their names say.
+    """
+    steps = run.steps if options.steps is None else options.steps.choose(run.steps)
+    for notice in (*run.notices, *semantic_reasons(run)):
+        progress.notice(notice)
+    progress.start(len(steps))
+    with Staging(folder, overwrite) as staging:
+        job = _Job(run, options, progress)
+        for step in steps:
+            job.decompose_step(step, staging.path)
+        if not job.compared:
+            raise NothingToJudgeError(_nothing(run, job))
+        write_table(table_of(job.step_rows, STEPS, job.provenance), staging.path / "steps.parquet")
+        write_table(table_of(job.sequence_rows, SEQUENCES, job.provenance), staging.path / "sequences.parquet")
+        rejected = [asdict(row) for row in job.rejected]
+        write_table(table_of(rejected, REJECTED, job.provenance), staging.path / "rejected.parquet")
+        staging.write_json("run.json", job.record(steps))
+        staging.commit()
+
+
+class _Job:
+    """The state that passes from step to step: loaded networks, the last bias vectors, the rows so far."""
+
+    def __init__(self, run: Run, options: DecomposeOptions, progress: Progress) -> None:
+        self._run, self._options, self._progress = run, options, progress
+        self._scoring = ScoringOptions(
+            device=options.device,
+            dtype=options.dtype or run.settings.trainer_dtype,
+            temperature=run.settings.scoring_temperature,
+            max_tokens=options.max_tokens,
+            trust_remote_code=options.trust_remote_code,
+        )
+        self._scoring.torch_device()  # a device that is not there must fail before anything is read
+        self._scorer = StepScorer(self._scoring, progress.tokens)
+        self._judgement = Judgement(
+            options.level, options.threshold, options.confidence, options.resamples, options.seed
+        )
+        self._bias = BiasVectors()
+        self._digests: dict[str, str] = {}
+        self._notices: list[str] = []
+        self.step_rows: list[dict[str, Any]] = []
+        self.sequence_rows: list[dict[str, Any]] = []
+        self.rejected: list[Rejected] = []
+        self.compared = False
+        self.provenance = {
+            "run": run.settings.name or run.path.resolve().name,
+            "format": run.format,
+            "dtype": self._scoring.dtype,
+            "temperature": f"{self._scoring.temperature:g}",
+            "torch": version("torch"),
+            "transformers": version("transformers"),
+        }
+
+    def decompose_step(self, step: Step, out: Path) -> None:
+        """Score one step and keep its rows."""
+        rollouts = step.load()
+        if self._options.limit is not None:
+            rollouts = limit_sequences(rollouts, self._options.limit, self._options.seed, step.index)
+        version = self._run.trainer_version(step.index)
+        checkpoints = StepCheckpoints(self._run, rollouts, version, self._options.skip_bad_rows)
+        rollouts = self._set_aside(rollouts, checkpoints, step)
+        for notice in (*rollouts.notices, *checkpoints.problems):
+            self._say(notice)
+        self._progress.step(step.index, sum(tokens for _, tokens in checkpoints.forward_passes(rollouts)))
+        scores = self._score(rollouts, checkpoints)
+        one_lineage = self._run.sampler_checkpoints is None
+        data = join(step.index, rollouts, scores, version, one_lineage)
+        write_table(token_table(data, self.provenance), out / "tokens" / f"step={step.index}" / "part-0.parquet")
+        reasons = (*semantic_reasons(self._run), *checkpoints.problems)
+        row, self._bias = step_row(data, self._judgement, self._bias, reasons)
+        self.step_rows.append(row)
+        self.sequence_rows.extend(sequence_rows(data))
+        self.rejected.extend(rollouts.rejected)
+        self._say_rejected(step.index, rollouts.rejected)
+        self.compared |= bool((~np.isnan(np.stack([data.split.log_ratio, data.split.lag]))).any())
+        for path in checkpoints.paths:
+            self._digests.setdefault(_relative(path, self._run.path), digest(path))
+
+    def record(self, steps: tuple[Step, ...]) -> dict[str, Any]:
+        """What ``run.json`` says: everything needed to know what was compared with what."""
+        run = self._run
+        settings = {key: value for key, value in asdict(run.settings).items() if key != "assumed"}
+        options = asdict(self._options)
+        options["steps"] = None if self._options.steps is None else self._options.steps.text
+        return {
+            "schema_version": 1,
+            "run": {"name": self.provenance["run"], "format": run.format, "settings": settings},
+            "assumed": sorted(run.settings.assumed),
+            "versions": {
+                "mismatch-probe": __version__,
+                "python": platform.python_version(),
+                **{name: version(name) for name in ("torch", "transformers", "numpy", "pyarrow")},
+            },
+            "options": options,
+            "scoring": asdict(self._scoring) | {"device": str(self._scoring.torch_device())},
+            "steps": [step.index for step in steps],
+            "steps_left_out": [s.index for s in run.steps if s.index not in {step.index for step in steps}],
+            "files": {_relative(file, run.path): _file_digest(file) for step in steps for file in step.files},
+            "checkpoints": self._digests,
+            "rejected_rows": len(self.rejected),
+            "notices": [*run.notices, *self._notices],
+        }
+
+    def _score(self, rollouts: Rollouts, checkpoints: StepCheckpoints) -> StepScores:
+        if self._run.trainer_checkpoints is None:
+            return StepScores(len(rollouts.response.values))
+        try:
+            return self._scorer.score(rollouts, halves(rollouts), checkpoints.trainer, checkpoints.sampler)
+        except CheckpointError as error:
+            # Readable by its headers, but not loadable: only now does it show.
+            if not self._options.skip_bad_rows:
+                raise
+            self._say(str(error))
+            scores = StepScores(len(rollouts.response.values))
+            scores.reasons[str(error)] = int(rollouts.loss_mask.sum())
+            return scores
+
+    def _set_aside(self, rollouts: Rollouts, checkpoints: StepCheckpoints, step: Step) -> Rollouts:
+        """Set aside the sequences that the checkpoints cannot take."""
+        misfits = checkpoints.misfits(rollouts)
+        if not misfits:
+            return rollouts
+        refused = [
+            Rejected(
+                step.index, rollouts.origin[row][0], rollouts.origin[row][1], str(rollouts.sequence_id[row]), reason
+            )
+            for row, reason in misfits.items()
+        ]
+        if self._options.strict:
+            raise BadFileError(refused[0].file, refused[0].row, refused[0].reason, "Drop --strict to set it aside")
+        kept = rollouts.take(np.array([row for row in range(len(rollouts)) if row not in misfits], dtype=np.int64))
+        return replace(kept, rejected=(*rollouts.rejected, *refused))
+
+    def _say(self, notice: str) -> None:
+        if notice not in self._notices:
+            self._notices.append(notice)
+            self._progress.notice(notice)
+
+    def _say_rejected(self, step: int, rejected: tuple[Rejected, ...]) -> None:
+        for row in rejected[:3]:
+            self._say(f"{row.file}, row {row.row}: set aside: {row.reason}")
+        if len(rejected) > 3:
+            self._say(f"step {step}: {len(rejected)} rows set aside in all; rejected.parquet lists them")
+
+
+def _nothing(run: Run, job: _Job) -> str:
+    """Why a whole run could not be judged, in one line."""
+    if job.rejected and not job.sequence_rows:
+        first = job.rejected[0]
+        return (
+            f"{run.path}: all {len(job.rejected)} rows were set aside; the first: {first.file}, row {first.row}: "
+            f"{first.reason}"
+        )
+    reasons = sorted({reason for row in job.step_rows for reason in row["reasons"]})
+    return f"{run.path}: nothing could be compared at any step. {'; '.join(reasons[:3]) or 'No step was chosen'}"
+
+
+def _relative(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

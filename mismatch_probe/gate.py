@@ -1,0 +1,128 @@
+"""The gate: documented checks on the steps table, each with its worst step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import pandas as pd
+
+from mismatch_probe.config import Thresholds
+from mismatch_probe.errors import NothingToJudgeError
+
+
+class Outcome(StrEnum):
+    """What came of a check. ``unjudged``: the quantity is null at every step."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    UNJUDGED = "unjudged"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check and its worst step; ``value`` is NaN when unjudged."""
+
+    name: str
+    outcome: Outcome
+    threshold: float
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    step: int | None = None
+    first_failing_step: int | None = None
+    steps_judged: int = 0
+    steps_failing: int = 0
+
+    def sentence(self) -> str:
+        """The check in words."""
+        if self.outcome is Outcome.UNJUDGED:
+            return f"{self.name}: not judged, the quantity is null at every step"
+        ends = "" if math.isnan(self.low) else f" [{self.low:.4g}, {self.high:.4g}]"
+        worst = f"worst {self.value:.4g}{ends} at step {self.step}, threshold {self.threshold:g}"
+        if self.outcome is Outcome.PASSED:
+            return f"{self.name}: {worst}, {self.steps_judged} steps judged"
+        return (
+            f"{self.name}: {worst}; {self.steps_failing} of {self.steps_judged} steps fail, "
+            f"first at step {self.first_failing_step}"
+        )
+
+
+def run_checks(steps: pd.DataFrame, thresholds: Thresholds) -> list[Check]:
+    """Judge the steps table.
+
+    Raises:
+        NothingToJudgeError: no check is on, or every quantity checked is null at every step.
+    """
+    checks = []
+    if thresholds.min_ess is not None:
+        column = f"ess_lag_{thresholds.ess_level}"
+        limit = thresholds.min_ess
+        checks.append(_check("min-ess", steps, column, limit, lambda value: value < limit, lowest_is_worst=True))
+    for name, column, maximum in (
+        ("max-discrepancy-k3", "discrepancy_k3", thresholds.max_discrepancy_k3),
+        ("max-prefix-kl", "prefix_kl_stale_trainer", thresholds.max_prefix_kl),
+        ("max-bias-tv (lag)", "bias_lag_tv", thresholds.max_bias_tv),
+        ("max-bias-tv (discrepancy)", "bias_discrepancy_tv", thresholds.max_bias_tv),
+    ):
+        if maximum is not None:
+            checks.append(_check(name, steps, column, maximum, _above(maximum)))
+    if thresholds.max_mass_error is not None:
+        checks.append(
+            _check(
+                "max-mass-error",
+                _mass_errors(steps),
+                "error",
+                thresholds.max_mass_error,
+                _above(thresholds.max_mass_error),
+            )
+        )
+    if not checks:
+        raise NothingToJudgeError("no check is switched on. Give at least one threshold")
+    if all(check.outcome is Outcome.UNJUDGED for check in checks):
+        names = ", ".join(check.name for check in checks)
+        raise NothingToJudgeError(f"nothing could be judged: {names}: null at every step. See reasons in steps.parquet")
+    return checks
+
+
+def _above(maximum: float) -> Callable[[pd.Series], pd.Series]:
+    return lambda value: value > maximum
+
+
+def _mass_errors(steps: pd.DataFrame) -> pd.DataFrame:
+    """|mean e^D - 1| where its interval excludes 0, else 0: sampling error alone must not fail a run."""
+    column = "discrepancy_mean_weight"
+    excess = steps[column] - 1
+    low, high = steps[f"{column}_ci_low"] - 1, steps[f"{column}_ci_high"] - 1
+    error = excess.abs().where((low > 0) | (high < 0) | excess.isna(), 0.0)
+    return pd.DataFrame({"step": steps["step"], "error": error, "error_ci_low": math.nan, "error_ci_high": math.nan})
+
+
+def _check(
+    name: str,
+    steps: pd.DataFrame,
+    column: str,
+    threshold: float,
+    fails: Callable[[pd.Series], pd.Series],
+    lowest_is_worst: bool = False,
+) -> Check:
+    judged = steps[steps[column].notna()]
+    if judged.empty:
+        return Check(name, Outcome.UNJUDGED, threshold)
+    failing = judged[fails(judged[column])]
+    order = judged.sort_values([column, "step"], ascending=[lowest_is_worst, True])
+    worst = order.iloc[0]
+    return Check(
+        name=name,
+        outcome=Outcome.PASSED if failing.empty else Outcome.FAILED,
+        threshold=threshold,
+        value=float(worst[column]),
+        low=float(worst[f"{column}_ci_low"]),
+        high=float(worst[f"{column}_ci_high"]),
+        step=int(worst["step"]),
+        first_failing_step=None if failing.empty else int(failing["step"].iloc[0]),
+        steps_judged=len(judged),
+        steps_failing=len(failing),
+    )

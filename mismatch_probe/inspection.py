@@ -1,0 +1,185 @@
+"""What a run directory holds, what can be computed from it, and what scoring it will cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mismatch_probe.cost import PassCost, seconds
+from mismatch_probe.resolve import StepCheckpoints, semantic_reasons
+from mismatch_probe.run import UNKNOWN_VERSION, Rejected, Rollouts, Run
+
+QUANTITIES = ("discrepancy", "lag", "log_ratio", "full_vocabulary")
+"""What can be known of a token: D, L, d, and the exact KL, total variation and bias of the lag."""
+
+
+@dataclass(frozen=True)
+class StepInspection:
+    """One step; ``can`` maps each of QUANTITIES to the share of counted tokens for which it can be computed."""
+
+    step: int
+    sequences: int
+    groups: int
+    tokens: int
+    rejected: int
+    versions: tuple[int, ...]
+    trainer_version: int | None
+    sampler_logged: float
+    trainer_logged: float
+    trainer_checkpoint: bool
+    sampler_checkpoints: int
+    can: dict[str, float]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What scoring will take; ``seconds`` is an estimate for this CPU, good to a factor of about three."""
+
+    forward_tokens: int
+    forward_passes: int
+    checkpoints: int
+    checkpoint_bytes: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """All that ``inspect`` says."""
+
+    path: Path
+    format: str
+    name: str
+    model: str
+    settings: dict[str, str]
+    steps: tuple[StepInspection, ...]
+    checkpoint_versions: tuple[int, ...]
+    architecture: str
+    parameters: int | None
+    cost: Cost
+    rejected: tuple[Rejected, ...]
+    notices: tuple[str, ...]
+
+
+def inspect_run(run: Run, max_tokens: int = 16384) -> Inspection:
+    """Read every step's rollouts and the checkpoints' headers; no weights, no torch."""
+    steps: list[StepInspection] = []
+    passes: list[tuple[PassCost, int]] = []
+    rejected: list[Rejected] = []
+    notices = [*run.notices, *semantic_reasons(run)]
+    described: dict[Path, PassCost] = {}
+    architecture, parameters = "", None
+    for step in run.steps:
+        rollouts = step.load()
+        trainer_version = run.trainer_version(step.index)
+        checkpoints = StepCheckpoints(run, rollouts, trainer_version, tolerant=True)
+        for description in checkpoints.descriptions:
+            described[description.path] = PassCost(description.parameters, description.vocab_size, description.bytes)
+            architecture, parameters = description.architecture, description.parameters
+        passes += [(described[path], tokens) for path, tokens in checkpoints.forward_passes(rollouts)]
+        steps.append(_inspect_step(run, step.index, rollouts, trainer_version, checkpoints))
+        rejected += rollouts.rejected
+        notices += [*rollouts.notices, *checkpoints.problems]
+    estimate = seconds(passes, list(described.values()), max_tokens)
+    return Inspection(
+        path=run.path,
+        format=run.format,
+        name=run.settings.name,
+        model=run.settings.model,
+        settings=_settings(run),
+        steps=tuple(steps),
+        checkpoint_versions=tuple(run.trainer_checkpoints.versions()) if run.trainer_checkpoints else (),
+        architecture=architecture,
+        parameters=parameters,
+        cost=Cost(
+            forward_tokens=sum(tokens for _, tokens in passes),
+            forward_passes=sum(-(-tokens // max_tokens) for _, tokens in passes),
+            checkpoints=len(described),
+            checkpoint_bytes=sum(cost.bytes for cost in described.values()),
+            seconds=estimate,
+        ),
+        rejected=tuple(rejected),
+        notices=tuple(dict.fromkeys(notices)),
+    )
+
+
+def _settings(run: Run) -> dict[str, str]:
+    settings, assumed = run.settings, run.settings.assumed
+    origin = "run.toml" if "run.toml" not in assumed else "no run.toml"
+    out = {}
+    for key in ("temperature", "top_p", "top_k", "logprobs_mode", "trainer_dtype", "vocab_size"):
+        value = getattr(settings, key)
+        if value is None:
+            continue
+        unstated = key in assumed or "run.toml" in assumed
+        out[key] = f"{value} ({'assumed' if unstated else origin})"
+    return out
+
+
+def _inspect_step(
+    run: Run, step: int, rollouts: Rollouts, trainer_version: int, checkpoints: StepCheckpoints
+) -> StepInspection:
+    counted = rollouts.loss_mask
+    versions = rollouts.sampler_version[counted]
+    total = max(1, int(counted.sum()))
+    has_mu = ~np.isnan(rollouts.sampler_logprob[counted])
+    has_logged = ~np.isnan(rollouts.trainer_logprob[counted])
+    there = {int(v): checkpoints.sampler(int(v)) is not None for v in np.unique(versions)}
+    stale_scored = np.array([there[int(v)] for v in versions], dtype=np.bool_)
+    has_pi = np.full(len(versions), checkpoints.trainer is not None) | has_logged
+    same = (versions == trainer_version) & (trainer_version != UNKNOWN_VERSION) & (run.sampler_checkpoints is None)
+    has_stale = stale_scored | (same & has_pi)
+    known = {
+        "discrepancy": has_mu & has_stale,
+        "lag": has_pi & has_stale,
+        "log_ratio": has_mu & has_pi,
+        "full_vocabulary": stale_scored & (checkpoints.trainer is not None),
+    }
+    return StepInspection(
+        step=step,
+        sequences=len(rollouts),
+        groups=len(set(rollouts.group_id)),
+        tokens=int(counted.sum()),
+        rejected=len(rollouts.rejected),
+        versions=tuple(int(v) for v in np.unique(versions) if v != UNKNOWN_VERSION),
+        trainer_version=None if trainer_version == UNKNOWN_VERSION else trainer_version,
+        sampler_logged=float(has_mu.sum()) / total,
+        trainer_logged=float(has_logged.sum()) / total,
+        trainer_checkpoint=checkpoints.trainer is not None,
+        sampler_checkpoints=sum(there.values()),
+        can={name: float(mask.sum()) / total for name, mask in known.items()},
+        missing=tuple(_missing(run, rollouts, trainer_version, checkpoints, there, bool(has_mu.all()))),
+    )
+
+
+def _missing(
+    run: Run,
+    rollouts: Rollouts,
+    trainer_version: int,
+    checkpoints: StepCheckpoints,
+    there: dict[int, bool],
+    all_sampled: bool,
+) -> list[str]:
+    missing = []
+    if not len(rollouts):
+        missing.append("rows that fit")
+    if not all_sampled:
+        missing.append("sampler log-probs of some or all tokens")
+    if run.trainer_checkpoints is None:
+        missing.append("sampler versions and checkpoints")
+        return missing
+    if checkpoints.trainer is None:
+        missing.append(f"trainer checkpoint {_relative(run, run.trainer_checkpoints.path(trainer_version))}")
+    pattern = run.sampler_checkpoints or run.trainer_checkpoints
+    for version, found in there.items():
+        if version == UNKNOWN_VERSION:
+            missing.append("sampler_version of some or all tokens")
+        elif not found:
+            missing.append(f"sampler checkpoint {_relative(run, pattern.path(version))}")
+    return missing
+
+
+def _relative(run: Run, path: Path) -> str:
+    return path.relative_to(run.path).as_posix() if path.is_relative_to(run.path) else str(path)

@@ -1,0 +1,1 @@
+"""Reporters: terminal, markdown, json and plots, all from the same tables."""

@@ -1,0 +1,124 @@
+"""``ess-report``: ESS of three ratios at three levels, the first breakdown, a verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.text import Text
+
+from mismatch_probe.reporters.format import to_json, with_interval
+from mismatch_probe.reporters.terminal import STATUS_STYLE, plain_table
+from mismatch_probe.stats.breakdown import LEVELS, RATIOS, StepEss, first_breakdown, verdict
+
+_MEANING = {
+    "lag": "Lag, pi / pi_s: stale weights alone. Breakdown is judged here.",
+    "discrepancy": "Discrepancy, pi_s / mu: engine numerics alone.",
+    "total": "Total, pi / mu: what the logs blend.",
+}
+
+
+@dataclass(frozen=True)
+class EssReport:
+    """ESS of every step; ``ess[ratio][level]`` has one StepEss a step."""
+
+    run: str
+    level: str
+    threshold: float
+    confidence: float
+    ess: dict[str, dict[str, list[StepEss]]]
+
+    @property
+    def judged(self) -> list[StepEss]:
+        """The lag's ESS at the level that is judged."""
+        return self.ess["lag"][self.level]
+
+    @property
+    def first(self) -> StepEss | None:
+        """The first breakdown step."""
+        return first_breakdown(self.judged, self.threshold)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        return verdict(self.judged, self.level, self.threshold)
+
+
+def ess_report(steps: pd.DataFrame, run: str, level: str, threshold: float, confidence: float) -> EssReport:
+    """Take the report from the steps table."""
+
+    def column(ratio: str, level: str) -> list[StepEss]:
+        name = f"ess_{ratio}_{level}"
+        parts = steps[["step", name, f"{name}_ci_low", f"{name}_ci_high"]]
+        return [StepEss(int(step), *map(float, numbers)) for step, *numbers in parts.itertuples(index=False)]
+
+    ess = {ratio: {lvl: column(ratio, lvl) for lvl in LEVELS} for ratio in RATIOS}
+    return EssReport(run, level, threshold, confidence, ess)
+
+
+def print_text(report: EssReport, console: Console) -> None:
+    """Three tables and the verdict, at 80 columns."""
+    for ratio in RATIOS:
+        console.print(Text(_MEANING[ratio], style="bold"))
+        headings = [f"{level} ESS" for level in LEVELS]
+        table = plain_table("step", *headings, *(["status"] if ratio == "lag" else []), left=(0, 4))
+        for at, judged in enumerate(report.judged):
+            cells = [with_interval(s.value, s.low, s.high) for s in (report.ess[ratio][lvl][at] for lvl in LEVELS)]
+            status = judged.status(report.threshold)
+            mark = [Text(status, style=STATUS_STYLE[status])] if ratio == "lag" else []
+            table.add_row(str(judged.step), *cells, *mark)
+        console.print(table)
+        console.print()
+    console.print(Text(_footnote(report), style="dim"))
+    console.print()
+    console.print(Text(report.verdict, style="bold"))
+
+
+def to_markdown(report: EssReport) -> str:
+    """The same as Markdown."""
+    lines = [f"### ESS of {report.run}", "", report.verdict, ""]
+    for ratio in RATIOS:
+        status = ["status"] if ratio == "lag" else []
+        heads = ["step", *(f"{level} ESS" for level in LEVELS), *status]
+        lines += [f"**{_MEANING[ratio]}**", "", f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+        for at, judged in enumerate(report.judged):
+            cells = [with_interval(s.value, s.low, s.high) for s in (report.ess[ratio][lvl][at] for lvl in LEVELS)]
+            mark = [str(judged.status(report.threshold))] if ratio == "lag" else []
+            lines.append(f"| {' | '.join([str(judged.step), *cells, *mark])} |")
+        lines.append("")
+    return "\n".join([*lines, _footnote(report)])
+
+
+def as_json(report: EssReport) -> str:
+    """The same as JSON; null where unknown."""
+    first = report.first
+    steps: list[dict[str, Any]] = []
+    for at, judged in enumerate(report.judged):
+        ess = {ratio: {lvl: _numbers(report.ess[ratio][lvl][at]) for lvl in LEVELS} for ratio in RATIOS}
+        steps.append({"step": judged.step, "status": str(judged.status(report.threshold)), "ess": ess})
+    return to_json(
+        {
+            "schema_version": 1,
+            "run": report.run,
+            "level": report.level,
+            "threshold": report.threshold,
+            "confidence": report.confidence,
+            "first_breakdown_step": None if first is None else first.step,
+            "verdict": report.verdict,
+            "steps": steps,
+        }
+    )
+
+
+def _numbers(step: StepEss) -> dict[str, float]:
+    return {"value": step.value, "ci_low": step.low, "ci_high": step.high}
+
+
+def _footnote(report: EssReport) -> str:
+    return (
+        f"Kish ESS of raw weights as a share of n, with {report.confidence:.0%} intervals over prompt groups. "
+        "sequence: product over the response; prompt: mean of a group's sequence weights. "
+        f"Breakdown: {report.level} ESS of the lag below {report.threshold:g}."
+    )

@@ -1,0 +1,34 @@
+"""``gate``: each check in a line, and which failed."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from mismatch_probe.gate import Check, Outcome
+from mismatch_probe.reporters.format import to_json
+
+_STYLE = {Outcome.PASSED: "green", Outcome.FAILED: "bold red", Outcome.UNJUDGED: "dim"}
+
+
+def summary(checks: list[Check]) -> str:
+    """One line: passed, or the names of what failed."""
+    failed = [check.name for check in checks if check.outcome is Outcome.FAILED]
+    unjudged = [check.name for check in checks if check.outcome is Outcome.UNJUDGED]
+    left = f"; not judged: {', '.join(unjudged)}" if unjudged else ""
+    return (f"Gate failed: {', '.join(failed)}" if failed else "Gate passed") + left
+
+
+def print_text(checks: list[Check], source: str, console: Console) -> None:
+    """One line a check, then the summary."""
+    for check in checks:
+        console.print(Text.assemble((f"{check.outcome:9}", _STYLE[check.outcome]), check.sentence()))
+    console.print(Text(f"Thresholds: {source}", style="dim"))
+    failed = any(check.outcome is Outcome.FAILED for check in checks)
+    console.print(Text(summary(checks), style="bold red" if failed else "bold green"))
+
+
+def as_json(checks: list[Check], source: str) -> str:
+    """The same as JSON."""
+    rows = [{**vars(check), "outcome": str(check.outcome), "sentence": check.sentence()} for check in checks]
+    return to_json({"schema_version": 1, "summary": summary(checks), "thresholds": source, "checks": rows})

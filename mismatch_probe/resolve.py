@@ -1,0 +1,111 @@
+"""Which checkpoints a step needs, which of them are there, and what that allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mismatch_probe.checkpoints.describe import Description, describe
+from mismatch_probe.errors import CheckpointError
+from mismatch_probe.run import Rollouts, Run
+
+
+class StepCheckpoints:
+    """The checkpoints of one step.
+
+    ``trainer`` is None when it is absent. ``problems`` says, in words, what could not be read.
+
+    Args:
+        run: where to look.
+        rollouts: the step's sequences; their counted tokens name the sampler versions.
+        trainer_version: version of the trainer's weights.
+        tolerant: note an unreadable checkpoint instead of raising.
+
+    Raises:
+        CheckpointError: a checkpoint is there but its config or headers cannot be read, and ``tolerant`` is off.
+    """
+
+    def __init__(self, run: Run, rollouts: Rollouts, trainer_version: int, tolerant: bool) -> None:
+        self.problems: list[str] = []
+        self._tolerant = tolerant
+        self._described: dict[Path, Description] = {}
+        self.trainer = self._readable(run.trainer_checkpoint(trainer_version))
+        versions = np.unique(rollouts.sampler_version[rollouts.loss_mask])
+        self._sampler = {int(v): self._readable(run.sampler_checkpoint(int(v))) for v in versions}
+
+    @property
+    def paths(self) -> list[Path]:
+        """Directories in use, each once."""
+        return list(self._described)
+
+    @property
+    def descriptions(self) -> list[Description]:
+        """What they hold."""
+        return list(self._described.values())
+
+    def sampler(self, version: int) -> Path | None:
+        """Checkpoint of a sampler version that occurs in the step, None when it is absent."""
+        return self._sampler.get(version)
+
+    def misfits(self, rollouts: Rollouts) -> dict[int, str]:
+        """Rows that a checkpoint cannot take, with the reason: ids beyond its head, or longer than its positions."""
+        vocab = min((d.vocab_size for d in self.descriptions if d.vocab_size), default=None)
+        positions = min((d.max_positions for d in self.descriptions if d.max_positions), default=None)
+        reasons = {}
+        for row in range(len(rollouts)):
+            highest = max(rollouts.prompt[row].max(), rollouts.response[row].max())
+            length = len(rollouts.prompt[row]) + len(rollouts.response[row])
+            if vocab is not None and highest >= vocab:
+                reasons[row] = f"token id {highest} is outside the checkpoint's vocabulary of {vocab}"
+            elif positions is not None and length > positions:
+                reasons[row] = f"{length} tokens are more than the checkpoint's {positions} positions"
+        return reasons
+
+    def forward_passes(self, rollouts: Rollouts) -> list[tuple[Path, int]]:
+        """(checkpoint, tokens) of each set of sequences that goes through a network."""
+        sequence = rollouts.sequence_of_token
+        lengths = rollouts.prompt.lengths + rollouts.response.lengths
+        counted = rollouts.loss_mask
+        passes = []
+        if self.trainer is not None:
+            passes.append((self.trainer, int(lengths[np.unique(sequence[counted])].sum())))
+        for version, path in self._sampler.items():
+            if path is not None and path != self.trainer:
+                rows = np.unique(sequence[counted & (rollouts.sampler_version == version)])
+                passes.append((path, int(lengths[rows].sum())))
+        return passes
+
+    def _readable(self, path: Path | None) -> Path | None:
+        if path is None or path in self._described:
+            return path
+        try:
+            self._described[path] = describe(path)
+        except CheckpointError as error:
+            if not self._tolerant:
+                raise
+            self.problems.append(str(error))
+            return None
+        return path
+
+
+def semantic_reasons(run: Run) -> list[str]:
+    """What the run's sampling settings do to the meaning of the numbers, in words; empty when nothing."""
+    settings = run.settings
+    reasons = []
+    if settings.logprobs_mode == "raw" and (settings.temperature != 1.0 or settings.truncated_sampling):
+        reasons.append(
+            f"logged log-probs are raw and sampling was at temperature {settings.temperature:g}, top_p "
+            f"{settings.top_p:g}, top_k {settings.top_k}: all log-probs are compared before temperature, and weights "
+            "are not those of the distribution that was sampled"
+        )
+    elif settings.truncated_sampling:
+        reasons.append(
+            f"sampling was cut (top_p {settings.top_p:g}, top_k {settings.top_k}): the discrepancy holds the "
+            "log of the mass that was kept, and mean weights fall below 1 by what was cut"
+        )
+    if run.trainer_checkpoints is not None and "temperature" in settings.assumed:
+        reasons.append("temperature 1 is assumed: run.toml does not state it")
+    if settings.filtered:
+        reasons.append(f"rows were dropped before logging ({settings.filtered}): mean weights can differ from 1")
+    return reasons

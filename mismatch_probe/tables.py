@@ -1,0 +1,271 @@
+"""The Parquet tables: columns, units and definitions in one place, and how they are written and read."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mismatch_probe import __version__
+from mismatch_probe.errors import InputError, OutputError
+
+STAGING = ".staging"
+"""Folder inside the analysis folder where tables are collected until all are written."""
+SCHEMA_VERSION = "1"
+"""Additive changes keep it; a reader refuses a newer one."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: ``interval`` adds ``_ci_low`` and ``_ci_high`` beside it."""
+
+    name: str
+    type: pa.DataType
+    definition: str
+    unit: str = ""
+    interval: bool = False
+
+
+_F, _I, _S = pa.float64(), pa.int64(), pa.string()
+_CATEGORY = pa.dictionary(pa.int32(), pa.string())
+
+
+def _nats(name: str, definition: str, interval: bool = False) -> Column:
+    return Column(name, _F, definition, "nats", interval)
+
+
+def _number(name: str, definition: str, interval: bool = False) -> Column:
+    return Column(name, _F, definition, "1", interval)
+
+
+TOKENS = (
+    Column("sequence_id", _CATEGORY, "sequence, unique in its step"),
+    Column("group_id", _CATEGORY, "prompt group: responses to one prompt"),
+    Column("position", pa.int32(), "place in the response, from 0, masked tokens counted"),
+    Column("token_id", pa.int32(), "the sampled token"),
+    Column("sampler_version", _I, "version of the weights that drew the token; null = unknown"),
+    Column("trainer_version", _I, "version of the trainer's weights at this step; null = unknown"),
+    _nats("sampler_logprob", "log mu: the engine's log-prob as logged, never altered"),
+    _nats("stale_trainer_logprob", "log pi_s: trainer network at the sampler's weights"),
+    _nats("trainer_logprob", "log pi: trainer network at its current weights"),
+    _nats("discrepancy", "D = log pi_s - log mu: engine numerics"),
+    _nats("lag", "L = log pi - log pi_s: stale weights"),
+    _nats("log_ratio", "d = D + L, exactly in float64"),
+    Column("sampler_logprob_source", _CATEGORY, "logged, or null"),
+    Column("stale_trainer_logprob_source", _CATEGORY, "rescored, or null"),
+    Column("trainer_logprob_source", _CATEGORY, "rescored, logged, or null"),
+    _nats("logged_trainer_logprob", "the trainer's own log-prob as logged, where the run has it"),
+    _nats("entropy_stale", "entropy of pi_s at the token's prefix"),
+    _nats("entropy_trainer", "entropy of pi at the token's prefix"),
+    _nats("kl_stale_trainer", "KL(pi_s || pi) at the prefix, exact over the vocabulary"),
+    _nats("kl_trainer_stale", "KL(pi || pi_s) at the prefix, exact over the vocabulary"),
+    _number("total_variation", "half the L1 norm of pi_s - pi at the prefix"),
+    _number("advantage", "advantage as logged"),
+)
+
+SEQUENCES = (
+    Column("step", _I, "training step"),
+    Column("sequence_id", _S, "sequence, unique in its step"),
+    Column("group_id", _S, "prompt group"),
+    Column("tokens", _I, "counted response tokens"),
+    Column("sampler_version_min", _I, "oldest sampler version among counted tokens"),
+    Column("sampler_version_max", _I, "newest sampler version among counted tokens"),
+    Column("trainer_version", _I, "version of the trainer's weights"),
+    _nats("discrepancy_sum", "sum of D over the response; null where a token is null"),
+    _nats("lag_sum", "sum of L over the response: log of the sequence's lag weight"),
+    _nats("log_ratio_sum", "sum of d over the response"),
+    _nats("prefix_kl_stale_trainer", "mean of KL(pi_s || pi) over its prefixes"),
+    _number("reward", "reward as logged"),
+    Column("finish_reason", _S, "finish reason as logged"),
+)
+
+_PARTS = (("discrepancy", "D"), ("lag", "L"), ("log_ratio", "d"))
+
+STEPS = (
+    Column("step", _I, "training step; step k turns version k into version k + 1"),
+    Column("sequences", _I, "sequences analysed"),
+    Column("groups", _I, "prompt groups analysed"),
+    Column("tokens", _I, "counted response tokens"),
+    Column("tokens_with_discrepancy", _I, "counted tokens whose D is known"),
+    Column("tokens_with_lag", _I, "counted tokens whose L is known"),
+    Column("rejected", _I, "rows set aside"),
+    _number("version_lag_mean", "trainer version minus sampler version, mean over counted tokens"),
+    _number("version_lag_max", "the same, at the oldest token"),
+    _number("response_length_mean", "counted tokens in a response, mean"),
+    _number("reward_mean", "reward as logged, mean over sequences"),
+    *(
+        column
+        for part, symbol in _PARTS
+        for column in (
+            _nats(f"{part}_mean", f"mean of {symbol} over tokens", True),
+            _nats(f"{part}_mean_abs", f"mean of |{symbol}|", True),
+            _nats(f"{part}_rms", f"root mean square of {symbol}", True),
+        )
+    ),
+    Column("discrepancy_lag_covariance", _F, "covariance of D and L over tokens", "nats^2"),
+    *(
+        column
+        for part, symbol, pair in (("discrepancy", "D", "KL(mu || pi_s)"), ("log_ratio", "d", "KL(mu || pi)"))
+        for column in (
+            _nats(f"{part}_k1", f"mean of -{symbol}: {pair}, unbiased", True),
+            _nats(f"{part}_k2", f"mean of {symbol}^2 / 2: {pair}, biased in second order", True),
+            _nats(
+                f"{part}_k3", f"mean of e^{symbol} - 1 - {symbol}: {pair}, unbiased where the mean weight is 1", True
+            ),
+            _number(
+                f"{part}_mean_weight", f"mass audit: mean of e^{symbol}; 1 when the logs are what they claim", True
+            ),
+        )
+    ),
+    *(
+        _number(f"ess_{ratio}_{level}", f"Kish ESS of the {ratio} ratio at {level} level, share of n", True)
+        for ratio in ("lag", "discrepancy", "total")
+        for level in ("token", "sequence", "prompt")
+    ),
+    _nats("prefix_kl_stale_trainer", "prefix KL: mean of KL(pi_s || pi) over the sampler's prefixes", True),
+    _nats("prefix_kl_trainer_stale", "prefix KL: mean of KL(pi || pi_s) over the sampler's prefixes", True),
+    _nats("entropy_stale", "mean entropy of pi_s over the sampler's prefixes", True),
+    _nats("entropy_trainer", "mean entropy of pi over the sampler's prefixes", True),
+    *(
+        column
+        for part, difference, how in (
+            ("discrepancy", "mu - pi_s", "from the sampled tokens"),
+            ("lag", "pi_s - pi", "exact over the vocabulary"),
+        )
+        for column in (
+            _number(f"bias_{part}_tv", f"score bias: mean total variation of {difference}, {how}", True),
+            _number(f"bias_{part}_norm", f"L2 norm of the mean vector of {difference}, {how}"),
+            _number(f"bias_{part}_noise", "its standard error as an L2 norm, from halves by prompt group"),
+            _number(f"bias_{part}_split_half_cosine", "cosine between the halves' mean vectors: 1 real, 0 noise"),
+            _number(
+                f"bias_{part}_cosine_previous", "cosine with the previous analysed step's mean vector: persistence"
+            ),
+        )
+    ),
+    _nats("noise_floor_rms", "rms difference between log-probs scored in a batch and alone"),
+    _nats("noise_floor_max", "largest such difference"),
+    Column("noise_floor_tokens", _I, "tokens scored twice for it"),
+    _nats("logged_trainer_gap_rms", "rms of logged minus rescored log pi, where the run logs it"),
+    _nats("logged_trainer_gap_max", "largest such difference"),
+    Column("breakdown_level", _S, "level at which breakdown was judged"),
+    _number("breakdown_threshold", "ESS of the lag below it is a breakdown"),
+    _number("breakdown_probability", "share of bootstrap replicates below the threshold"),
+    Column("status", _S, "ok, borderline, breakdown or unjudged"),
+    Column("reasons", pa.list_(pa.string()), "why something is null or of limited meaning"),
+)
+
+REJECTED = (
+    Column("step", _I, "training step"),
+    Column("file", _S, "file, relative to the run directory"),
+    Column("row", _I, "1-based line or row; 0 = the whole file"),
+    Column("sequence_id", _S, "sequence, where it could be read"),
+    Column("reason", _S, "why it was set aside"),
+)
+
+
+def schema(columns: Iterable[Column], provenance: Mapping[str, str]) -> pa.Schema:
+    """Arrow schema with definitions and units on each field and provenance on the table."""
+    fields = []
+    for column in columns:
+        meta = {"definition": column.definition, **({"unit": column.unit} if column.unit else {})}
+        fields.append(pa.field(column.name, column.type, metadata=meta))
+        if column.interval:
+            for end, word in (("low", "lower"), ("high", "upper")):
+                meta = {"definition": f"{word} end of the interval of {column.name}", "unit": column.unit}
+                fields.append(pa.field(f"{column.name}_ci_{end}", column.type, metadata=meta))
+    stamp = {
+        "mismatch_probe.schema_version": SCHEMA_VERSION,
+        "mismatch_probe.version": __version__,
+    }
+    stamp.update({f"mismatch_probe.{key}": value for key, value in provenance.items()})
+    return pa.schema(fields, metadata=stamp)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], columns: Iterable[Column], provenance: Mapping[str, str]) -> pa.Table:
+    """Rows -> table; NaN and missing become null."""
+    target = schema(columns, provenance)
+    return pa.table(
+        {name: pa.array([_null(row.get(name)) for row in rows], target.field(name).type) for name in target.names},
+        schema=target,
+    )
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write one Parquet file, zstd.
+
+    Raises:
+        OutputError: the folder is full, read-only or otherwise not writable.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, path, compression="zstd", row_group_size=131072)
+    except OSError as error:
+        raise output_error(path, error) from None
+
+
+def read_rows(path: Path) -> pa.Table:
+    """Read a table that this program wrote.
+
+    Raises:
+        InputError: unreadable, not ours, or written by a newer version.
+    """
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{path}: not readable ({reason}). Run decompose again with --overwrite") from None
+    written = (table.schema.metadata or {}).get(b"mismatch_probe.schema_version", b"0").decode()
+    if written != SCHEMA_VERSION:
+        raise InputError(
+            f"{path}: schema version {written}, this program reads {SCHEMA_VERSION}. "
+            "Use the version that wrote it, or run decompose again with --overwrite"
+        )
+    return table
+
+
+def output_error(path: Path, error: OSError) -> OutputError:
+    """One clear line for a folder that cannot be written."""
+    if error.errno:
+        reason = os.strerror(error.errno)
+    else:
+        # pyarrow wraps the system's words: "Error writing bytes to file. Detail: [errno 28] No space left on device"
+        reason = str(error).splitlines()[0].rsplit("[errno ", 1)[-1].split("] ", 1)[-1]
+    path = Path(*(part for part in path.parts if part != STAGING))
+    return OutputError(f"{path}: cannot be written ({reason}). Free some space or choose another folder with -o")
+
+
+def _null(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def markdown() -> str:
+    """The page that documents the tables, ``docs/tables.md``: ``python -m mismatch_probe.tables`` prints it."""
+    lines = [
+        "# Tables",
+        "",
+        "What `decompose` writes. Null means not known; `reasons` in `steps.parquet` says why. A column marked with ±",
+        "has `_ci_low` and `_ci_high` beside it: a percentile interval of the cluster bootstrap over prompt groups.",
+        "The same definitions and units are in the metadata of each Parquet field.",
+    ]
+    for file, columns in (
+        ("tokens/step=K/part-0.parquet", TOKENS),
+        ("sequences.parquet", SEQUENCES),
+        ("steps.parquet", STEPS),
+        ("rejected.parquet", REJECTED),
+    ):
+        lines += ["", f"## {file}", "", "| column | unit | definition |", "|---|---|---|"]
+        for column in columns:
+            definition = column.definition.replace("|", "\\|")
+            lines.append(f"| `{column.name}`{' ±' if column.interval else ''} | {column.unit} | {definition} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())
