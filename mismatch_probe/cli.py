@@ -33,6 +33,8 @@ app = typer.Typer(
     help="Split the training-inference mismatch of an LLM RL run into engine numerics and stale weights.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # Plain help: rich markup reads FIRST:END:STRIDE as an emoji, and boxes waste half of 80 columns.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 fine, 1 gate failed, 2 usage or unreadable input, 3 internal error, "
     "5 nothing could be judged, 130 interrupted.",
@@ -83,7 +85,7 @@ def root(
     """Take the options that stand before the command."""
 
 
-@app.command()
+@app.command(short_help="What a run holds, allows, lacks and will cost.")
 def inspect(
     run_dir: RunArgument = Path("."),
     run_format: RunFormatOption = None,
@@ -106,7 +108,7 @@ def inspect(
     return ExitCode.OK if computable else ExitCode.NOTHING_TO_JUDGE
 
 
-@app.command()
+@app.command(short_help="Split every token's error into numerics and lag.")
 def decompose(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory, as its framework wrote it.")],
     output: AnalysisOption = None,
@@ -158,7 +160,7 @@ def decompose(
     )
 
 
-@app.command(name="ess-report")
+@app.command(name="ess-report", short_help="ESS with intervals, first breakdown, verdict.")
 def ess_report(
     run_dir: RunArgument = Path("."),
     output: AnalysisOption = None,
@@ -184,7 +186,7 @@ def ess_report(
     return ExitCode.OK if known else ExitCode.NOTHING_TO_JUDGE
 
 
-@app.command()
+@app.command(short_help="Draw the pictures.")
 def plot(
     run_dir: RunArgument = Path("."),
     output: AnalysisOption = None,
@@ -207,7 +209,7 @@ def plot(
     return ExitCode.OK
 
 
-@app.command()
+@app.command(short_help="Exit 1 when a step is beyond a threshold.")
 def gate(
     run_dir: RunArgument = Path("."),
     output: AnalysisOption = None,

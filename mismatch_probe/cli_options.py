@@ -39,7 +39,7 @@ class FigureFormat(StrEnum):
     svg = "svg"
 
 
-RunArgument = Annotated[Path, typer.Argument(metavar="[RUN_DIR]", help="Run directory.", show_default=True)]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory.", show_default=True)]
 AnalysisOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="Analysis folder; default RUN_DIR/mismatch_probe.")
 ]

@@ -73,7 +73,8 @@ def _cells(column: pa.ChunkedArray) -> Callable[[int], Any]:
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=column.type)
     if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
         return _indexer(array)
-    if not (pa.types.is_integer(array.type.value_type) or pa.types.is_floating(array.type.value_type)):
+    inner = array.type.value_type
+    if not (pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)):
         return _indexer(array)
     valid = np.asarray(array.is_valid())
     offsets = array.offsets.to_numpy()
