@@ -49,8 +49,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print_error(str(error))
         return int(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
-        print_error("interrupted; earlier results are as they were")
-        return int(ExitCode.INTERRUPTED)
+        result = ExitCode.INTERRUPTED
     except BrokenPipeError:
         # The reader of our output went away (| head): nothing is wrong.
         sys.stdout = None
@@ -62,6 +61,9 @@ def main(args: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print_error("internal error (above); please report it with the command and the output of --version")
         return int(ExitCode.INTERNAL)
+    if result == ExitCode.INTERRUPTED:
+        # The option parser turns Ctrl-C into this exit code without a word.
+        print_error("interrupted; earlier results are as they were")
     return int(result) if isinstance(result, int) else int(ExitCode.OK)
 
 
@@ -191,14 +193,14 @@ def plot(
     run_dir: RunArgument = Path("."),
     output: AnalysisOption = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="decomposition, ess, prefix-kl or distributions; may be repeated.")
+        list[str] | None, typer.Option(help="decomposition, ess, prefix-kl, bias or distributions; may be repeated.")
     ] = None,
     ess_level: LevelOption = Level.sequence,
     ess_threshold: ThresholdOption = 0.5,
     format: Annotated[FigureFormat, typer.Option("--format", help="Picture format.")] = FigureFormat.png,
     quiet: QuietOption = False,
 ) -> int:
-    """Draw the decomposition, ESS, prefix KL and distributions into the analysis folder's plots/."""
+    """Draw the decomposition, ESS, prefix KL, score bias and distributions into the analysis folder's plots/."""
     from mismatch_probe.folder import open_analysis
     from mismatch_probe.reporters.plots import draw
 

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from mismatch_probe.errors import ExitCode, UsageError
 from mismatch_probe.folder import analysis_path, open_analysis
 from mismatch_probe.readers import ReadOptions, open_run
@@ -48,6 +50,17 @@ def _print_result(run_dir: Path, output: Path | None) -> None:
         + (f"The probe's own noise in a log-prob: rms {nats(floor)} nats." if floor == floor else ""),
         style="dim",
     )
+    console.print(_bias_sentence(steps.iloc[-1]), style="dim")
     report = ess_report(steps, analysis.name, options["level"], options["threshold"], options["confidence"])
     console.print()
     console.print(report.verdict, style="bold")
+
+
+def _bias_sentence(step: pd.Series) -> str:
+    """Size and persistence of the score bias at the last step, in words."""
+    parts = []
+    for part, symbol in (("discrepancy", "D"), ("lag", "L")):
+        cosine = step[f"bias_{part}_cosine_previous"]
+        kept = f" (cosine with the step before {cosine:.2f})" if cosine == cosine else ""
+        parts.append(f"{symbol} {nats(step[f'bias_{part}_tv'])}{kept}")
+    return f"Score bias at step {step['step']}, total variation: {', '.join(parts)}."

@@ -89,12 +89,13 @@ def test_a_fault_of_the_program_is_exit_3(monkeypatch: pytest.MonkeyPatch, capsy
     assert "planted fault" in capsys.readouterr().err
 
 
-def test_an_interrupt_is_exit_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_exit_130_and_one_line(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mismatch_probe.folder.open_analysis", interrupt)
     assert main(["gate"]) == 130
+    assert capsys.readouterr().err == "error: interrupted; earlier results are as they were\n"
 
 
 def test_inspect_says_what_is_there(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:

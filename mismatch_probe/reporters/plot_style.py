@@ -70,7 +70,8 @@ def draw_lines(
     step = steps["step"].to_numpy()
     for line in lines:
         value = columns[line.column]
-        low, high = (steps[f"{line.column}_ci_{end}"].to_numpy(dtype=float) for end in ("low", "high"))
+        unknown = pd.Series(np.nan, index=steps.index)  # some columns have no interval
+        low, high = (steps.get(f"{line.column}_ci_{end}", unknown).to_numpy(dtype=float) for end in ("low", "high"))
         if logarithmic:
             value, low, high = (np.where(part > 0, part, np.nan) for part in (value, low, high))
         axes.fill_between(step, low, high, color=line.colour, alpha=0.18, linewidth=0)

@@ -166,11 +166,35 @@ def plot_distributions(analysis: Analysis, level: str, threshold: float) -> Figu
     return figure
 
 
+def plot_bias(analysis: Analysis, level: str, threshold: float) -> Figure | None:
+    """Score bias of D and of L: its size, and whether it keeps its direction from step to step; None where null."""
+    steps = analysis.steps
+    parts = {"discrepancy": ("numerics", style.BLUE), "lag": ("stale weights", style.ORANGE)}
+    if steps[[f"bias_{part}_tv" for part in parts]].isna().all(axis=None):
+        return None
+    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    figure.suptitle(f"{analysis.name}: score bias", x=0.01, ha="left")
+    sizes = [Line(f"bias_{part}_tv", label, colour) for part, (label, colour) in parts.items()]
+    style.draw_lines(upper, steps, sizes, log_if_wide=True)
+    upper.set_ylabel("total variation, mean")
+    cosines = [Line(f"bias_{part}_cosine_previous", label, colour) for part, (label, colour) in parts.items()]
+    style.draw_lines(lower, steps, cosines)
+    lower.axhline(0, color=style.GREY, linewidth=0.8, zorder=1)
+    lower.set_ylim(-1.05, 1.05)
+    lower.set_ylabel("cosine with the\nstep before")
+    lower.set_xlabel("training step")
+    broken = _breakdown_steps(analysis, level, threshold)
+    style.mark_breakdown((upper, lower), broken, style.breakdown_text(broken, level, threshold))
+    return figure
+
+
 Draw = Callable[[Analysis, str, float], Figure | None]
 FIGURES: dict[str, Draw] = {
     "decomposition": plot_decomposition,
     "ess": plot_ess,
     "prefix-kl": plot_prefix_kl,
+    "bias": plot_bias,
     "distributions": plot_distributions,
 }
 
