@@ -1,4 +1,4 @@
-"""Rollouts and scores of one step -> its rows in the tables."""
+"""Rollouts and scores of one step, joined, and its row of the steps table."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Rollouts
 from mismatch_probe.stats.bootstrap import ClusterBootstrap
 from mismatch_probe.stats.breakdown import StepEss
-from mismatch_probe.stats.ratios import Levels, Split, sequence_sums, split
+from mismatch_probe.stats.ratios import Levels, Split, split
 from mismatch_probe.stats.summary import BiasVectors, StepTokens, Summary, summarise
-from mismatch_probe.tables import TOKENS, schema
 
 if TYPE_CHECKING:
     from mismatch_probe.scoring.score import StepScores
@@ -96,83 +94,10 @@ def join(step: int, rollouts: Rollouts, scores: StepScores, trainer_version: int
     )
 
 
-def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
-    """The step's tokens table."""
-    rollouts, counted, scores = data.rollouts, data.counted, data.scores
-    sequence = data.levels.sequence
-    versions = rollouts.sampler_version[counted]
-    columns: dict[str, pa.Array] = {
-        "sequence_id": _category(sequence, rollouts.sequence_id),
-        "group_id": _category(sequence, rollouts.group_id),
-        "position": pa.array(rollouts.position_of_token[counted], pa.int32()),
-        "token_id": pa.array(rollouts.response.values[counted], pa.int32()),
-        "sampler_version": pa.array(versions, pa.int64(), mask=versions == UNKNOWN_VERSION),
-        "trainer_version": pa.array(
-            np.full(len(versions), data.trainer_version),
-            pa.int64(),
-            mask=np.full(len(versions), data.trainer_version == UNKNOWN_VERSION),
-        ),
-        "sampler_logprob": _nullable(data.sampler),
-        "stale_trainer_logprob": _nullable(data.stale),
-        "trainer_logprob": _nullable(data.trainer),
-        "discrepancy": _nullable(data.split.discrepancy),
-        "lag": _nullable(data.split.lag),
-        "log_ratio": _nullable(data.split.log_ratio),
-        "sampler_logprob_source": _source(data.sampler, np.zeros(len(data.sampler), dtype=np.bool_)),
-        "stale_trainer_logprob_source": _source(data.stale, data.stale_rescored | data.trainer_rescored),
-        "trainer_logprob_source": _source(data.trainer, data.trainer_rescored),
-        "logged_trainer_logprob": _nullable(rollouts.trainer_logprob[counted]),
-        "entropy_stale": _nullable(scores.entropy_stale[counted]),
-        "entropy_trainer": _nullable(scores.entropy_trainer[counted]),
-        "kl_stale_trainer": _nullable(scores.kl_stale_trainer[counted]),
-        "kl_trainer_stale": _nullable(scores.kl_trainer_stale[counted]),
-        "total_variation": _nullable(scores.total_variation[counted]),
-        "advantage": _nullable(rollouts.advantage[counted]),
-    }
-    target = schema(TOKENS, provenance)
-    return pa.table([columns[name] for name in target.names], schema=target)
-
-
-def sequence_rows(data: StepData) -> list[dict[str, Any]]:
-    """The step's rows of the sequences table."""
-    rollouts, levels = data.rollouts, data.levels
-    n = len(rollouts)
-    versions = rollouts.sampler_version[data.counted]
-    oldest, newest = np.full(n, np.iinfo(np.int64).max), np.full(n, UNKNOWN_VERSION)
-    np.minimum.at(oldest, levels.sequence, versions)
-    np.maximum.at(newest, levels.sequence, versions)
-    tokens = np.bincount(levels.sequence, minlength=n)
-    sums = {
-        name: sequence_sums(values, levels)
-        for name, values in (
-            ("discrepancy_sum", data.split.discrepancy),
-            ("lag_sum", data.split.lag),
-            ("log_ratio_sum", data.split.log_ratio),
-            ("prefix_kl_stale_trainer", data.scores.kl_stale_trainer[data.counted]),
-        )
-    }
-    sums["prefix_kl_stale_trainer"] = sums["prefix_kl_stale_trainer"] / np.maximum(tokens, 1)
-    return [
-        {
-            "step": data.step,
-            "sequence_id": rollouts.sequence_id[row],
-            "group_id": rollouts.group_id[row],
-            "tokens": int(tokens[row]),
-            "sampler_version_min": _version(oldest[row]) if tokens[row] else None,
-            "sampler_version_max": _version(newest[row]) if tokens[row] else None,
-            "trainer_version": _version(data.trainer_version),
-            **{name: float(values[row]) for name, values in sums.items()},
-            "reward": float(rollouts.reward[row]),
-            "finish_reason": rollouts.finish_reason[row],
-        }
-        for row in range(n)
-    ]
-
-
 def step_row(
     data: StepData, judgement: Judgement, previous: BiasVectors, extra_reasons: Iterable[str]
-) -> tuple[dict[str, Any], BiasVectors]:
-    """The step's row of the steps table, and its bias vectors for the next step's cosines."""
+) -> tuple[dict[str, Any], Summary]:
+    """The step's row of the steps table, and the summary it was taken from."""
     bootstrap = ClusterBootstrap(data.levels.n_groups, judgement.seed, judgement.resamples, judgement.confidence)
     summary = summarise(_step_tokens(data), bootstrap, previous)
     ends = {
@@ -195,7 +120,7 @@ def step_row(
         "status": str(status),
         "reasons": [*_null_reasons(data, summary), *extra_reasons],
     }
-    return row, summary.bias
+    return row, summary
 
 
 def _step_tokens(data: StepData) -> StepTokens:
@@ -265,25 +190,6 @@ def _null_reasons(data: StepData, summary: Summary) -> list[str]:
     if summary.bias.lag is not None and not summary.bias.lag.any():
         reasons.append("lag bias is zero, so it has no direction and no cosine")
     return reasons + summary.reasons
-
-
-def _nullable(values: Floats) -> pa.Array:
-    return pa.array(values, pa.float64(), mask=np.isnan(values))
-
-
-def _source(values: Floats, rescored: Bools) -> pa.Array:
-    codes = pa.array(rescored.astype(np.int32), mask=np.isnan(values))
-    return pa.DictionaryArray.from_arrays(codes, pa.array(["logged", "rescored"]))
-
-
-def _category(sequence: Ints, names: Any) -> pa.Array:
-    kinds, code_of_row = np.unique(names.astype(str), return_inverse=True)
-    codes = pa.array(code_of_row[sequence].astype(np.int32))
-    return pa.DictionaryArray.from_arrays(codes, pa.array(kinds.tolist(), pa.string()))
-
-
-def _version(value: Any) -> int | None:
-    return None if value == UNKNOWN_VERSION else int(value)
 
 
 def _rms(values: Floats) -> float:

@@ -12,18 +12,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from mismatch_probe import __version__
-from mismatch_probe.assemble import Judgement, halves, join, sequence_rows, step_row, token_table
+from mismatch_probe.assemble import Judgement, halves, join, step_row
 from mismatch_probe.checkpoints.describe import digest
 from mismatch_probe.errors import BadFileError, CheckpointError, NothingToJudgeError
 from mismatch_probe.folder import Staging
 from mismatch_probe.resolve import StepCheckpoints, semantic_reasons
+from mismatch_probe.rows import place_rows, sequence_rows, token_table
 from mismatch_probe.run import Rejected, Rollouts, Run, Step
 from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.score import StepScorer, StepScores
 from mismatch_probe.selection import StepSelection, limit_sequences
 from mismatch_probe.stats.breakdown import DEFAULT_LEVEL, DEFAULT_THRESHOLD
 from mismatch_probe.stats.summary import BiasVectors
-from mismatch_probe.tables import REJECTED, SEQUENCES, STEPS, table_of, write_table
+from mismatch_probe.table_io import table_of, write_table
+from mismatch_probe.tables import PLACES, REJECTED, SEQUENCES, STEPS
 
 
 class Progress(Protocol):
@@ -80,6 +82,7 @@ def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progr
             raise NothingToJudgeError(_nothing(run, job))
         write_table(table_of(job.step_rows, STEPS, job.provenance), staging.path / "steps.parquet")
         write_table(table_of(job.sequence_rows, SEQUENCES, job.provenance), staging.path / "sequences.parquet")
+        write_table(table_of(job.place_rows, PLACES, job.provenance), staging.path / "places.parquet")
         rejected = [asdict(row) for row in job.rejected]
         write_table(table_of(rejected, REJECTED, job.provenance), staging.path / "rejected.parquet")
         staging.write_json("run.json", job.record(steps))
@@ -108,6 +111,7 @@ class _Job:
         self._notices: list[str] = []
         self.step_rows: list[dict[str, Any]] = []
         self.sequence_rows: list[dict[str, Any]] = []
+        self.place_rows: list[dict[str, Any]] = []
         self.rejected: list[Rejected] = []
         self.compared = False
         self.provenance = {
@@ -135,7 +139,9 @@ class _Job:
         data = join(step.index, rollouts, scores, version, one_lineage)
         write_table(token_table(data, self.provenance), out / "tokens" / f"step={step.index}" / "part-0.parquet")
         reasons = (*semantic_reasons(self._run), *checkpoints.problems)
-        row, self._bias = step_row(data, self._judgement, self._bias, reasons)
+        row, summary = step_row(data, self._judgement, self._bias, reasons)
+        self._bias = summary.bias
+        self.place_rows.extend(place_rows(step.index, summary.places))
         self.step_rows.append(row)
         self.sequence_rows.extend(sequence_rows(data))
         self.rejected.extend(rollouts.rejected)

@@ -13,10 +13,10 @@ from typing import Any
 import pandas as pd
 
 from mismatch_probe.errors import InputError, UsageError
-from mismatch_probe.tables import STAGING, output_error, read_rows
+from mismatch_probe.table_io import STAGING, output_error, read_rows
 
 DEFAULT_NAME = "mismatch_probe"
-_PARTS = ("tokens", "sequences.parquet", "steps.parquet", "rejected.parquet", "run.json")
+_PARTS = ("tokens", "sequences.parquet", "steps.parquet", "places.parquet", "rejected.parquet", "run.json")
 _DERIVED = ("plots", "report.html", "findings.json")
 
 

@@ -1,25 +1,11 @@
-"""The Parquet tables: columns, units and definitions in one place, and how they are written and read."""
+"""The Parquet tables: columns, units and definitions, in one place."""
 
 from __future__ import annotations
 
-import math
-import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
-
-from mismatch_probe import __version__
-from mismatch_probe.errors import InputError, OutputError
-
-STAGING = ".staging"
-"""Folder inside the analysis folder where tables are collected until all are written."""
-SCHEMA_VERSION = "1"
-"""Additive changes keep it; a reader refuses a newer one."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +72,7 @@ SEQUENCES = (
     Column("finish_reason", _S, "finish reason as logged"),
 )
 
+_RATIOS, _LEVELS = ("lag", "discrepancy", "total"), ("token", "sequence", "prompt")
 _PARTS = (("discrepancy", "D"), ("lag", "L"), ("log_ratio", "d"))
 
 STEPS = (
@@ -126,11 +113,41 @@ STEPS = (
     ),
     *(
         _number(f"ess_{ratio}_{level}", f"Kish ESS of the {ratio} ratio at {level} level, share of n", True)
-        for ratio in ("lag", "discrepancy", "total")
-        for level in ("token", "sequence", "prompt")
+        for ratio in _RATIOS
+        for level in _LEVELS
     ),
     _nats("prefix_kl_stale_trainer", "prefix KL: mean of KL(pi_s || pi) over the sampler's prefixes", True),
     _nats("prefix_kl_trainer_stale", "prefix KL: mean of KL(pi || pi_s) over the sampler's prefixes", True),
+    _nats(
+        "full_kl_trainer_stale", "KL(pi || pi_s) over the trainer's own prefixes, re-weighted; null: not identifiable"
+    ),
+    *(
+        _number(f"pareto_k_{ratio}_{level}", f"Pareto k of the {ratio} weights at {level} level; from 0.7 on distrust")
+        for ratio in _RATIOS
+        for level in _LEVELS
+    ),
+    *(
+        _number(f"perplexity_ess_{ratio}_{level}", f"perplexity ESS of the {ratio} ratio at {level} level, share of n")
+        for ratio in _RATIOS
+        for level in _LEVELS
+    ),
+    *(
+        _number(f"max_weight_share_{ratio}_{level}", f"largest {ratio} weight over their sum at {level} level")
+        for ratio in _RATIOS
+        for level in _LEVELS
+    ),
+    *(
+        column
+        for ratio in _RATIOS
+        for column in (
+            _number(f"share_beyond_ln2_{ratio}", f"share of tokens whose {ratio} log-ratio is beyond ln 2"),
+            _number(f"share_outside_band_{ratio}", f"share of tokens whose {ratio} ratio is outside [0.8, 1.25]"),
+            _number(f"predicted_ess_{ratio}_sequence", f"sequence ESS of independent normal {ratio}s: exp(-T s^2)"),
+        )
+    ),
+    Column(
+        "discrepancy_half_ess_length", _F, "response length at which D alone brings the sequence ESS to 1/2", "tokens"
+    ),
     _nats("entropy_stale", "mean entropy of pi_s over the sampler's prefixes", True),
     _nats("entropy_trainer", "mean entropy of pi over the sampler's prefixes", True),
     *(
@@ -161,6 +178,19 @@ STEPS = (
     Column("reasons", pa.list_(pa.string()), "why something is null or of limited meaning"),
 )
 
+PLACES = (
+    Column("step", _I, "training step"),
+    Column("place", _I, "place t in the counted tokens of the responses, from 0"),
+    Column("alive", _I, "sequences with a token there"),
+    _number("mean_weight", "mass audit: mean over sequences of W_t, the product of e^d before t", True),
+    _number("missing_mass", "1 - mean_weight where its interval lies below 1, else 0: trainer mass never sampled"),
+    _number("effective_sequences", "Kish effective number of sequences under W_t"),
+    _number("pareto_k", "Pareto k of W_t; null where the weights are equal or tie"),
+    _nats("prefix_kl_trainer_stale", "mean of KL(pi || pi_s) at t over the sampler's prefixes"),
+    _nats("full_kl_trainer_stale", "the same over the trainer's own, self-normalised by W_t; null: not identifiable"),
+    Column("identifiable", pa.bool_(), "mean_weight's interval holds 1, k below its limit, 20 effective sequences"),
+)
+
 REJECTED = (
     Column("step", _I, "training step"),
     Column("file", _S, "file, relative to the run directory"),
@@ -168,81 +198,6 @@ REJECTED = (
     Column("sequence_id", _S, "sequence, where it could be read"),
     Column("reason", _S, "why it was set aside"),
 )
-
-
-def schema(columns: Iterable[Column], provenance: Mapping[str, str]) -> pa.Schema:
-    """Arrow schema with definitions and units on each field and provenance on the table."""
-    fields = []
-    for column in columns:
-        meta = {"definition": column.definition, **({"unit": column.unit} if column.unit else {})}
-        fields.append(pa.field(column.name, column.type, metadata=meta))
-        if column.interval:
-            for end, word in (("low", "lower"), ("high", "upper")):
-                meta = {"definition": f"{word} end of the interval of {column.name}", "unit": column.unit}
-                fields.append(pa.field(f"{column.name}_ci_{end}", column.type, metadata=meta))
-    stamp = {
-        "mismatch_probe.schema_version": SCHEMA_VERSION,
-        "mismatch_probe.version": __version__,
-    }
-    stamp.update({f"mismatch_probe.{key}": value for key, value in provenance.items()})
-    return pa.schema(fields, metadata=stamp)
-
-
-def table_of(rows: Sequence[Mapping[str, Any]], columns: Iterable[Column], provenance: Mapping[str, str]) -> pa.Table:
-    """Rows -> table; NaN and missing become null."""
-    target = schema(columns, provenance)
-    return pa.table(
-        {name: pa.array([_null(row.get(name)) for row in rows], target.field(name).type) for name in target.names},
-        schema=target,
-    )
-
-
-def write_table(table: pa.Table, path: Path) -> None:
-    """Write one Parquet file, zstd.
-
-    Raises:
-        OutputError: the folder is full, read-only or otherwise not writable.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, path, compression="zstd", row_group_size=131072)
-    except OSError as error:
-        raise output_error(path, error) from None
-
-
-def read_rows(path: Path) -> pa.Table:
-    """Read a table that this program wrote.
-
-    Raises:
-        InputError: unreadable, not ours, or written by a newer version.
-    """
-    try:
-        table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path}: not readable ({reason}). Run decompose again with --overwrite") from None
-    written = (table.schema.metadata or {}).get(b"mismatch_probe.schema_version", b"0").decode()
-    if written != SCHEMA_VERSION:
-        raise InputError(
-            f"{path}: schema version {written}, this program reads {SCHEMA_VERSION}. "
-            "Use the version that wrote it, or run decompose again with --overwrite"
-        )
-    return table
-
-
-def output_error(path: Path, error: OSError) -> OutputError:
-    """One clear line for a folder that cannot be written."""
-    if error.errno:
-        reason = os.strerror(error.errno)
-    else:
-        # pyarrow wraps the system's words: "Error writing bytes to file. Detail: [errno 28] No space left on device"
-        reason = str(error).splitlines()[0].rsplit("[errno ", 1)[-1].split("] ", 1)[-1]
-    path = Path(*(part for part in path.parts if part != STAGING))
-    return OutputError(f"{path}: cannot be written ({reason}). Free some space or choose another folder with -o")
-
-
-def _null(value: Any) -> Any:
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def markdown() -> str:
@@ -258,6 +213,7 @@ def markdown() -> str:
         ("tokens/step=K/part-0.parquet", TOKENS),
         ("sequences.parquet", SEQUENCES),
         ("steps.parquet", STEPS),
+        ("places.parquet", PLACES),
         ("rejected.parquet", REJECTED),
     ):
         lines += ["", f"## {file}", "", "| column | unit | definition |", "|---|---|---|"]

@@ -182,3 +182,39 @@ def test_float32_scoring_is_close_to_the_truth(tmp_path) -> None:
     found = tokens[tokens["step"] == 1]
     assert found["kl_stale_trainer"].to_numpy() == pytest.approx(known["kl_stale_trainer"], abs=1e-5)
     assert found["lag"].to_numpy() == pytest.approx(known["lag"], abs=1e-5)
+
+
+def test_running_weights_by_place(planted: Planted) -> None:
+    """The places table against a plain loop over the sequences."""
+    places = pd.read_parquet(planted.path / "mismatch_probe" / "places.parquet")
+    for step in planted.rows:
+        known = truth(planted, step)
+        sequences = [np.flatnonzero(known["sequence"] == s) for s in range(known["sequence"].max() + 1)]
+        own = places[places["step"] == step].set_index("place")
+        for place, row in own.iterrows():
+            weights = np.array([np.exp(known["log_ratio"][tokens[:place]].sum()) for tokens in sequences])
+            alive = np.array([len(tokens) > place for tokens in sequences])
+            kl = np.array(
+                [known["kl_trainer_stale"][tokens[place]] if len(tokens) > place else 0 for tokens in sequences]
+            )
+            assert row["alive"] == alive.sum()
+            assert row["mean_weight"] == pytest.approx(weights.mean(), abs=TOLERANCE)
+            assert row["prefix_kl_trainer_stale"] == pytest.approx(kl[alive].mean(), abs=TOLERANCE)
+            if row["identifiable"]:
+                expected = (weights * kl)[alive].sum() / weights[alive].sum()
+                assert row["full_kl_trainer_stale"] == pytest.approx(expected, abs=TOLERANCE)
+            else:
+                assert np.isnan(row["full_kl_trainer_stale"])
+
+
+def test_health_of_the_weights(planted: Planted) -> None:
+    _, steps = tables(planted)
+    for step in planted.rows:
+        known = truth(planted, step)
+        lag, sums = known["lag"], np.bincount(known["sequence"], weights=known["lag"])
+        assert steps.loc[step, "max_weight_share_lag_sequence"] == pytest.approx(
+            np.exp(sums).max() / np.exp(sums).sum()
+        )
+        assert steps.loc[step, "share_outside_band_lag"] == pytest.approx((np.abs(lag) > np.log(1.25)).mean())
+        law = np.exp(-len(lag) / len(sums) * lag.var())
+        assert steps.loc[step, "predicted_ess_lag_sequence"] == pytest.approx(law, abs=TOLERANCE)

@@ -71,6 +71,22 @@ class ClusterBootstrap:
 
         return Interval(value, float(low), float(high), share_below=share_below)
 
+    def mean_intervals(self, counts: Floats, sums: Floats) -> tuple[Floats, Floats]:
+        """Ends of the intervals of many means at once.
+
+        Args:
+            counts: rows of each group, (G,).
+            sums: sums of each group and column, (G, K).
+
+        Returns:
+            Lower and upper ends, (K,) each.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            replicates = (self._counts @ sums) / (self._counts @ counts)[:, None]
+        tail = (1 - self.confidence) / 2
+        low, high = np.nanquantile(replicates, [tail, 1 - tail], axis=0)
+        return low, high
+
 
 def group_sums(columns: list[Floats], group: Ints, n_groups: int) -> Floats:
     """Sums over each group of a count of rows and of each column, (G, 1 + len(columns))."""

@@ -16,8 +16,10 @@ from mismatch_probe.stats.bias import (
 )
 from mismatch_probe.stats.bootstrap import ClusterBootstrap, Interval, Statistic, group_sums, mean, root_mean
 from mismatch_probe.stats.ess import ess_from_sums
+from mismatch_probe.stats.health import length_at_half_ess, level_log_weights, predicted_sequence_ess, weight_health
 from mismatch_probe.stats.kl import k_terms
-from mismatch_probe.stats.ratios import Levels, Split, drop_nulls, group_log_means, sequence_sums
+from mismatch_probe.stats.positions import Places, audit_places, full_kl
+from mismatch_probe.stats.ratios import Levels, Split, drop_nulls
 from mismatch_probe.stats.types import Floats, Ints
 
 
@@ -57,6 +59,7 @@ class Summary:
     values: dict[str, float]
     intervals: dict[str, Interval]
     bias: BiasVectors
+    places: Places
     reasons: list[str] = field(default_factory=list)
 
 
@@ -70,13 +73,16 @@ def summarise(tokens: StepTokens, bootstrap: ClusterBootstrap, previous: BiasVec
     """
     intervals = {**_moments(tokens, bootstrap), **_ess(tokens, bootstrap)}
     values, bias = _bias(tokens, previous)
+    values.update(_health(tokens))
+    places = audit_places(tokens.split.log_ratio, tokens.kl_trainer_stale, tokens.levels, bootstrap)
+    values["full_kl_trainer_stale"], refusal = full_kl(places)
     known = ~np.isnan(tokens.split.discrepancy) & ~np.isnan(tokens.split.lag)
     if known.any():
         values["discrepancy_lag_covariance"] = float(
             np.cov(tokens.split.discrepancy[known], tokens.split.lag[known], bias=True)[0, 1]
         )
     reasons = sorted({f"no interval: {i.reason}" for i in intervals.values() if i.reason and not math.isnan(i.value)})
-    return Summary(values, intervals, bias, reasons)
+    return Summary(values, intervals, bias, places, [*([refusal] if refusal else []), *reasons])
 
 
 def _moments(tokens: StepTokens, bootstrap: ClusterBootstrap) -> dict[str, Interval]:
@@ -109,20 +115,28 @@ def _ess(tokens: StepTokens, bootstrap: ClusterBootstrap) -> dict[str, Interval]
     levels = tokens.levels
     groups = np.arange(levels.n_groups, dtype=np.int64)
     out = {}
-    ratios = {"lag": tokens.split.lag, "discrepancy": tokens.split.discrepancy, "total": tokens.split.log_ratio}
-    for ratio, log_weights in ratios.items():
-        sequence = sequence_sums(log_weights, levels)
-        units = {
-            "token": (log_weights, levels.group),
-            "sequence": (sequence, levels.group_of_sequence),
-            "prompt": (group_log_means(sequence, levels), groups),
-        }
-        for level, (values, group_of) in units.items():
-            known, (group,), _ = drop_nulls(values, group_of)
+    group_of = {"token": levels.group, "sequence": levels.group_of_sequence, "prompt": groups}
+    for ratio, log_weights in _ratios(tokens).items():
+        for level, values in level_log_weights(log_weights, levels).items():
+            known, (group,), _ = drop_nulls(values, group_of[level])
             weights = np.exp(known - known.max()) if len(known) else known
             sums = group_sums([weights, np.square(weights)], group, bootstrap.n_groups)
             out[f"ess_{ratio}_{level}"] = bootstrap.interval(sums, ess_from_sums)
     return out
+
+
+def _ratios(tokens: StepTokens) -> dict[str, Floats]:
+    return {"lag": tokens.split.lag, "discrepancy": tokens.split.discrepancy, "total": tokens.split.log_ratio}
+
+
+def _health(tokens: StepTokens) -> dict[str, float]:
+    """Tails and giants of the weights at each level, and the two-line law."""
+    values: dict[str, float] = {}
+    for ratio, log_weights in _ratios(tokens).items():
+        values.update(weight_health(ratio, log_weights, tokens.levels))
+        values[f"predicted_ess_{ratio}_sequence"] = predicted_sequence_ess(log_weights, tokens.levels)
+    values["discrepancy_half_ess_length"] = length_at_half_ess(tokens.split.discrepancy)
+    return values
 
 
 def _bias(tokens: StepTokens, previous: BiasVectors) -> tuple[dict[str, float], BiasVectors]:
@@ -145,6 +159,12 @@ def _bias(tokens: StepTokens, previous: BiasVectors) -> tuple[dict[str, float], 
         values[f"bias_{part}_norm"] = estimate.norm
         values[f"bias_{part}_noise"] = estimate.noise
         values[f"bias_{part}_split_half_cosine"] = estimate.split_half_cosine
-        if before is not None and len(before) == len(estimate.vector):
-            values[f"bias_{part}_cosine_previous"] = cosine(estimate.vector, before)
+        if before is not None:
+            values[f"bias_{part}_cosine_previous"] = cosine(*_same_length(estimate.vector, before))
     return values, BiasVectors(vectors["lag"], vectors["discrepancy"])
+
+
+def _same_length(one: Floats, two: Floats) -> tuple[Floats, Floats]:
+    """Without a checkpoint the vocabulary is known only as far as it was sampled: ids that were not have no bias."""
+    size = max(len(one), len(two))
+    return np.pad(one, (0, size - len(one))), np.pad(two, (0, size - len(two)))

@@ -1,0 +1,127 @@
+"""One joined step -> its tokens table and its rows of the sequences and places tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from mismatch_probe.assemble import StepData
+from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints
+from mismatch_probe.stats.positions import Places
+from mismatch_probe.stats.ratios import sequence_sums
+from mismatch_probe.table_io import schema
+from mismatch_probe.tables import TOKENS
+
+
+def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
+    """The step's tokens table."""
+    rollouts, counted, scores = data.rollouts, data.counted, data.scores
+    sequence = data.levels.sequence
+    versions = rollouts.sampler_version[counted]
+    columns: dict[str, pa.Array] = {
+        "sequence_id": _category(sequence, rollouts.sequence_id),
+        "group_id": _category(sequence, rollouts.group_id),
+        "position": pa.array(rollouts.position_of_token[counted], pa.int32()),
+        "token_id": pa.array(rollouts.response.values[counted], pa.int32()),
+        "sampler_version": pa.array(versions, pa.int64(), mask=versions == UNKNOWN_VERSION),
+        "trainer_version": pa.array(
+            np.full(len(versions), data.trainer_version),
+            pa.int64(),
+            mask=np.full(len(versions), data.trainer_version == UNKNOWN_VERSION),
+        ),
+        "sampler_logprob": _nullable(data.sampler),
+        "stale_trainer_logprob": _nullable(data.stale),
+        "trainer_logprob": _nullable(data.trainer),
+        "discrepancy": _nullable(data.split.discrepancy),
+        "lag": _nullable(data.split.lag),
+        "log_ratio": _nullable(data.split.log_ratio),
+        "sampler_logprob_source": _source(data.sampler, np.zeros(len(data.sampler), dtype=np.bool_)),
+        "stale_trainer_logprob_source": _source(data.stale, data.stale_rescored | data.trainer_rescored),
+        "trainer_logprob_source": _source(data.trainer, data.trainer_rescored),
+        "logged_trainer_logprob": _nullable(rollouts.trainer_logprob[counted]),
+        "entropy_stale": _nullable(scores.entropy_stale[counted]),
+        "entropy_trainer": _nullable(scores.entropy_trainer[counted]),
+        "kl_stale_trainer": _nullable(scores.kl_stale_trainer[counted]),
+        "kl_trainer_stale": _nullable(scores.kl_trainer_stale[counted]),
+        "total_variation": _nullable(scores.total_variation[counted]),
+        "advantage": _nullable(rollouts.advantage[counted]),
+    }
+    target = schema(TOKENS, provenance)
+    return pa.table([columns[name] for name in target.names], schema=target)
+
+
+def sequence_rows(data: StepData) -> list[dict[str, Any]]:
+    """The step's rows of the sequences table."""
+    rollouts, levels = data.rollouts, data.levels
+    n = len(rollouts)
+    versions = rollouts.sampler_version[data.counted]
+    oldest, newest = np.full(n, np.iinfo(np.int64).max), np.full(n, UNKNOWN_VERSION)
+    np.minimum.at(oldest, levels.sequence, versions)
+    np.maximum.at(newest, levels.sequence, versions)
+    tokens = np.bincount(levels.sequence, minlength=n)
+    sums = {
+        name: sequence_sums(values, levels)
+        for name, values in (
+            ("discrepancy_sum", data.split.discrepancy),
+            ("lag_sum", data.split.lag),
+            ("log_ratio_sum", data.split.log_ratio),
+            ("prefix_kl_stale_trainer", data.scores.kl_stale_trainer[data.counted]),
+        )
+    }
+    sums["prefix_kl_stale_trainer"] = sums["prefix_kl_stale_trainer"] / np.maximum(tokens, 1)
+    return [
+        {
+            "step": data.step,
+            "sequence_id": rollouts.sequence_id[row],
+            "group_id": rollouts.group_id[row],
+            "tokens": int(tokens[row]),
+            "sampler_version_min": _version(oldest[row]) if tokens[row] else None,
+            "sampler_version_max": _version(newest[row]) if tokens[row] else None,
+            "trainer_version": _version(data.trainer_version),
+            **{name: float(values[row]) for name, values in sums.items()},
+            "reward": float(rollouts.reward[row]),
+            "finish_reason": rollouts.finish_reason[row],
+        }
+        for row in range(n)
+    ]
+
+
+def place_rows(step: int, places: Places) -> list[dict[str, Any]]:
+    """The step's rows of the places table."""
+    columns = {
+        "alive": places.alive,
+        "mean_weight": places.mean_weight,
+        "mean_weight_ci_low": places.mean_weight_low,
+        "mean_weight_ci_high": places.mean_weight_high,
+        "missing_mass": places.missing_mass,
+        "effective_sequences": places.effective,
+        "pareto_k": places.pareto_k,
+        "prefix_kl_trainer_stale": places.prefix_kl,
+        "full_kl_trainer_stale": places.full_kl,
+        "identifiable": places.identifiable,
+    }
+    return [
+        {"step": step, "place": place, **{name: values[place].item() for name, values in columns.items()}}
+        for place in range(len(places.alive))
+    ]
+
+
+def _nullable(values: Floats) -> pa.Array:
+    return pa.array(values, pa.float64(), mask=np.isnan(values))
+
+
+def _source(values: Floats, rescored: Bools) -> pa.Array:
+    codes = pa.array(rescored.astype(np.int32), mask=np.isnan(values))
+    return pa.DictionaryArray.from_arrays(codes, pa.array(["logged", "rescored"]))
+
+
+def _category(sequence: Ints, names: Any) -> pa.Array:
+    kinds, code_of_row = np.unique(names.astype(str), return_inverse=True)
+    codes = pa.array(code_of_row[sequence].astype(np.int32))
+    return pa.DictionaryArray.from_arrays(codes, pa.array(kinds.tolist(), pa.string()))
+
+
+def _version(value: Any) -> int | None:
+    return None if value == UNKNOWN_VERSION else int(value)

@@ -1,0 +1,95 @@
+"""How heavy the right tail of importance weights is, and so how far their averages can be trusted."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mismatch_probe.stats.types import Floats
+
+MIN_WEIGHTS = 25
+"""Fewest weights that leave five in the tail."""
+
+
+def pareto_k(log_weights: Floats) -> float:
+    """Shape k of a generalised Pareto distribution fitted to the largest weights (PSIS).
+
+    Below 0.5 the weights have a finite variance; from ``pareto_k_limit(n)``, at most 0.7, averages with them are not
+    reliable at this n; at 1 even their mean is infinite.
+    The tail holds a fifth of the weights, and 3 sqrt(n) of them from n = 226 on. The fit is Zhang and Stephens'
+    posterior mean, drawn towards 0.5 with the weight of ten observations.
+    Source: Zhang and Stephens (2009), Technometrics 51; Vehtari et al. (2024), "Pareto smoothed importance sampling",
+    JMLR 25.
+
+    Args:
+        log_weights: nats, (n,). NaN entries are null and left out.
+
+    Returns:
+        k, or NaN where there are fewer than 25 weights or the tail's weights tie.
+    """
+    known = np.sort(log_weights[~np.isnan(log_weights)])
+    n = len(known)
+    if n < MIN_WEIGHTS:
+        return math.nan
+    tail = math.floor(3 * math.sqrt(n)) if n > 225 else n // 5
+    weights = np.exp(known[-tail - 1 :] - known[-1])
+    excess = weights[1:] - weights[0]
+    # Ties with the cut-off through the lower quartile leave no scale to fit: such weights take a few values only.
+    if excess[math.floor(tail / 4 + 0.5) - 1] <= np.finfo(float).tiny:
+        return math.nan
+    return _shape(excess)
+
+
+def pareto_k_limit(n: int) -> float:
+    """The k from which averages over n weights are unreliable: min(1 - 1/log10 n, 0.7). Source: Vehtari et al."""
+    return min(1 - 1 / math.log10(n), 0.7) if n > 1 else math.nan
+
+
+def perplexity_ess(log_weights: Floats) -> float:
+    """Entropy-based effective sample size as a share of n: exp(H(w / sum w)) / n, in (0, 1].
+
+    Far above Kish's where a few giants stand before many equal weights.
+    Source: Martino, Elvira and Louzada (2017), "Effective sample size for importance sampling based on discrepancy
+    measures", Signal Processing 131.
+
+    Args:
+        log_weights: nats, (n,). NaN entries are null and left out.
+
+    Returns:
+        The share, or NaN when nothing is left.
+    """
+    share = _shares(log_weights)
+    if not len(share):
+        return math.nan
+    there = share[share > 0]
+    return min(float(np.exp(-(there * np.log(there)).sum())) / len(share), 1.0)
+
+
+def max_weight_share(log_weights: Floats) -> float:
+    """The largest weight over the sum of all, in [1/n, 1]; NaN when there is none."""
+    share = _shares(log_weights)
+    return float(share.max()) if len(share) else math.nan
+
+
+def _shares(log_weights: Floats) -> Floats:
+    known = log_weights[~np.isnan(log_weights)]
+    weights = np.exp(known - known.max()) if len(known) else known
+    return weights / weights.sum() if len(weights) else weights
+
+
+def _shape(excess: Floats) -> float:
+    """Posterior mean of the shape, from ascending excesses over the cut-off."""
+    n = len(excess)
+    grid = 30 + math.isqrt(n)
+    quartile = excess[math.floor(n / 4 + 0.5) - 1]
+    points = 1 - np.sqrt(grid / (np.arange(1, grid + 1) - 0.5))
+    theta = 1 / excess[-1] + points / (3 * quartile)
+    shape = np.log1p(-theta[:, None] * excess).mean(axis=1)
+    profile = n * (np.log(-theta / shape) - shape - 1)
+    posterior = np.exp(profile - profile.max())
+    # Points of no weight can be infinite; what they carry is below the rounding of the rest.
+    posterior[posterior < 10 * np.finfo(float).eps * posterior.sum()] = 0.0
+    mean = float((posterior * theta).sum() / posterior.sum())
+    fitted = float(np.log1p(-mean * excess).mean())
+    return (n * fitted + 10 * 0.5) / (n + 10)

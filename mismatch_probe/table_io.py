@@ -1,0 +1,96 @@
+"""How the tables are written and read: Arrow schemas with definitions and provenance, whole files or none."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mismatch_probe import __version__
+from mismatch_probe.errors import InputError, OutputError
+from mismatch_probe.tables import Column
+
+STAGING = ".staging"
+"""Folder inside the analysis folder where tables are collected until all are written."""
+SCHEMA_VERSION = "1"
+"""Additive changes keep it; a reader refuses a newer one."""
+
+
+def schema(columns: Iterable[Column], provenance: Mapping[str, str]) -> pa.Schema:
+    """Arrow schema with definitions and units on each field and provenance on the table."""
+    fields = []
+    for column in columns:
+        meta = {"definition": column.definition, **({"unit": column.unit} if column.unit else {})}
+        fields.append(pa.field(column.name, column.type, metadata=meta))
+        if column.interval:
+            for end, word in (("low", "lower"), ("high", "upper")):
+                meta = {"definition": f"{word} end of the interval of {column.name}", "unit": column.unit}
+                fields.append(pa.field(f"{column.name}_ci_{end}", column.type, metadata=meta))
+    stamp = {
+        "mismatch_probe.schema_version": SCHEMA_VERSION,
+        "mismatch_probe.version": __version__,
+    }
+    stamp.update({f"mismatch_probe.{key}": value for key, value in provenance.items()})
+    return pa.schema(fields, metadata=stamp)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], columns: Iterable[Column], provenance: Mapping[str, str]) -> pa.Table:
+    """Rows -> table; NaN and missing become null."""
+    target = schema(columns, provenance)
+    return pa.table(
+        {name: pa.array([_null(row.get(name)) for row in rows], target.field(name).type) for name in target.names},
+        schema=target,
+    )
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write one Parquet file, zstd.
+
+    Raises:
+        OutputError: the folder is full, read-only or otherwise not writable.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, path, compression="zstd", row_group_size=131072)
+    except OSError as error:
+        raise output_error(path, error) from None
+
+
+def read_rows(path: Path) -> pa.Table:
+    """Read a table that this program wrote.
+
+    Raises:
+        InputError: unreadable, not ours, or written by a newer version.
+    """
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{path}: not readable ({reason}). Run decompose again with --overwrite") from None
+    written = (table.schema.metadata or {}).get(b"mismatch_probe.schema_version", b"0").decode()
+    if written != SCHEMA_VERSION:
+        raise InputError(
+            f"{path}: schema version {written}, this program reads {SCHEMA_VERSION}. "
+            "Use the version that wrote it, or run decompose again with --overwrite"
+        )
+    return table
+
+
+def output_error(path: Path, error: OSError) -> OutputError:
+    """One clear line for a folder that cannot be written."""
+    if error.errno:
+        reason = os.strerror(error.errno)
+    else:
+        # pyarrow wraps the system's words: "Error writing bytes to file. Detail: [errno 28] No space left on device"
+        reason = str(error).splitlines()[0].rsplit("[errno ", 1)[-1].split("] ", 1)[-1]
+    path = Path(*(part for part in path.parts if part != STAGING))
+    return OutputError(f"{path}: cannot be written ({reason}). Free some space or choose another folder with -o")
+
+
+def _null(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from mismatch_probe.stats.bootstrap import ClusterBootstrap
+from mismatch_probe.stats.ess import ess
+from mismatch_probe.stats.positions import Places, audit_places, full_kl
+from mismatch_probe.stats.ratios import Levels
+
+
+def two_states(rng: np.random.Generator, n: int, length: int, sampler: float, trainer: float):
+    """A chain that enters an absorbing bad state with another probability under each policy.
+
+    In the good state a token says whether the chain moves on; its prefix KL is that of the two Bernoulli laws. In the
+    bad state sampler and trainer agree on the tokens, and the KL at each prefix is 1 by construction.
+    """
+    bad = np.cumsum(rng.random((n, length)) < sampler, axis=1) > 0
+    before = np.concatenate([np.zeros((n, 1), dtype=bool), bad[:, :-1]], axis=1)
+    entered = bad & ~before
+    # A little lognormal noise of mean 1, as numerics add: weights of real runs are never two values only.
+    noise = rng.normal(-0.0002, 0.02, size=bad.shape)
+    log_ratio = noise + np.where(
+        before, 0.0, np.where(entered, math.log(trainer / sampler), math.log((1 - trainer) / (1 - sampler)))
+    )
+    return log_ratio, before.astype(float)
+
+
+def audited(log_ratio: np.ndarray, kl: np.ndarray, groups: int) -> Places:
+    n, length = log_ratio.shape
+    levels = Levels(np.repeat(np.arange(n), length), np.arange(n) % groups)
+    return audit_places(log_ratio.ravel(), kl.ravel(), levels, ClusterBootstrap(groups, resamples=500))
+
+
+def test_reweighting_recovers_the_full_kl_where_prefix_kl_is_blind() -> None:
+    """The trainer enters the bad state often, the sampler seldom: prefix KL sees a fraction of the full KL."""
+    sampler, trainer, length = 0.05, 0.1, 20
+    truth = np.mean([1 - (1 - trainer) ** t for t in range(length)])
+    seen = np.mean([1 - (1 - sampler) ** t for t in range(length)])
+    places = audited(*two_states(np.random.default_rng(0), 20_000, length, sampler, trainer), groups=500)
+    value, reason = full_kl(places)
+    assert reason == ""
+    assert value == pytest.approx(truth, rel=0.1)
+    assert float(np.mean(places.prefix_kl)) == pytest.approx(seen, rel=0.15)
+    assert truth > 1.4 * seen
+
+
+def test_a_region_never_visited_is_seen_by_the_mass_and_not_by_ess() -> None:
+    """The sampler never enters the bad state: ESS is perfect, the mass that is missing is the trainer's there."""
+    trainer, length = 2e-3, 200
+    log_ratio, kl = two_states(np.random.default_rng(1), 256, length, 1e-9, trainer)
+    assert not kl.any()
+    places = audited(log_ratio, kl, groups=32)
+    assert ess(log_ratio.sum(axis=1)) > 0.9
+    missing = 1 - (1 - trainer) ** (length - 1)
+    assert places.missing_mass[-1] == pytest.approx(missing, abs=0.03)
+    value, reason = full_kl(places)
+    assert math.isnan(value)
+    assert reason.startswith("full KL not identifiable: the mean weight of the responses is 0.")
+    assert not places.identifiable[1:].any() and np.isnan(places.full_kl[1:]).all()
+
+
+def test_on_policy_the_two_are_one() -> None:
+    kl = np.random.default_rng(2).random((60, 7))
+    places = audited(np.zeros((60, 7)), kl, groups=12)
+    value, reason = full_kl(places)
+    assert reason == "" and value == pytest.approx(kl.mean())
+    assert (places.mean_weight == 1).all() and (places.missing_mass == 0).all() and places.identifiable.all()
+
+
+def test_the_weight_of_an_ended_sequence_is_carried_on() -> None:
+    log_ratio = np.array([0.1, 0.2, 0.3, 0.4, -0.5])  # a sequence of two tokens and one of three
+    levels = Levels(np.array([0, 0, 1, 1, 1]), np.array([0, 1]))
+    places = audit_places(log_ratio, np.ones(5), levels, ClusterBootstrap(2, resamples=50))
+    assert places.alive.tolist() == [2, 2, 1]
+    assert places.mean_weight == pytest.approx(
+        [1.0, (math.exp(0.1) + math.exp(0.3)) / 2, (math.exp(0.3) + math.exp(0.7)) / 2]
+    )
+    assert places.alive_mass[2] == pytest.approx(math.exp(0.7) / 2)
+
+
+def test_sequences_with_a_null_are_left_out_whole() -> None:
+    log_ratio = np.array([0.1, math.nan, 0.3, 0.4])
+    levels = Levels(np.array([0, 0, 1, 1]), np.array([0, 1]))
+    places = audit_places(log_ratio, np.ones(4), levels, ClusterBootstrap(2, resamples=50))
+    assert places.alive.tolist() == [1, 1]
+    nothing = audit_places(np.full(4, math.nan), np.ones(4), levels, ClusterBootstrap(2, resamples=50))
+    assert math.isnan(full_kl(nothing)[0]) and "no sequence" in full_kl(nothing)[1]
+
+
+def test_few_effective_sequences_are_not_enough() -> None:
+    log_ratio = np.random.default_rng(3).normal(-2, 2.0, size=(200, 5))
+    value, reason = full_kl(audited(log_ratio, np.ones((200, 5)), groups=25))
+    assert math.isnan(value) and "effective sequences and Pareto k" in reason
