@@ -71,7 +71,8 @@ def join(step: int, rollouts: Rollouts, scores: StepScores, trainer_version: int
     counted = rollouts.loss_mask
     _, group_of_sequence = np.unique(rollouts.group_id.astype(str), return_inverse=True)
     rescored, logged = scores.trainer_logprob[counted], rollouts.trainer_logprob[counted]
-    trainer = np.where(np.isnan(rescored), logged, rescored)
+    # One source for a step: where a network gave NaN, a logged value in its place would mix two programs.
+    trainer = logged if np.isnan(rescored).all() else rescored
     stale = scores.stale_logprob[counted]
     same = (rollouts.sampler_version[counted] == trainer_version) & (trainer_version != UNKNOWN_VERSION) & one_lineage
     stale_rescored = ~np.isnan(stale)
@@ -123,8 +124,36 @@ def step_row(
     return row, summary
 
 
+def split_is_partial(data: StepData) -> bool:
+    """True when pi_s is known for tokens of some versions only, or a network gave NaN at some tokens.
+
+    The tokens that are known are then no sample of the step: summarised, they would say that the lag is small because
+    the tokens with a large one are unknown.
+    """
+    return _some(~np.isnan(data.stale)) or _some(data.trainer_rescored)
+
+
+def _some(known: Bools) -> bool:
+    return bool(known.any() and not known.all())
+
+
 def _step_tokens(data: StepData) -> StepTokens:
     scores, counted = data.scores, data.counted
+    if split_is_partial(data):
+        null = np.full(len(data.stale), np.nan)
+        return StepTokens(
+            split=Split(null, null, null if _some(data.trainer_rescored) else data.split.log_ratio),
+            levels=data.levels,
+            half=data.half,
+            token_id=data.rollouts.response.values[counted],
+            kl_stale_trainer=null,
+            kl_trainer_stale=null,
+            total_variation=null,
+            entropy_stale=null,
+            entropy_trainer=null,
+            bias_lag_sums=None,
+            bias_lag_tokens=np.zeros(2, dtype=np.int64),
+        )
     return StepTokens(
         split=data.split,
         levels=data.levels,
@@ -182,6 +211,11 @@ def _null_reasons(data: StepData, summary: Summary) -> list[str]:
     unsampled = int(np.isnan(data.sampler).sum())
     if unsampled:
         reasons.append(f"no sampler log-prob: {unsampled} of {total} tokens have no discrepancy and no log-ratio")
+    if split_is_partial(data):
+        known = int((~np.isnan(data.split.lag)).sum())
+        reasons.append(
+            f"split not summarised: lag known for {known} of {total} tokens, which are no sample of all of them"
+        )
     lag_from_log = int((data.stale_rescored & ~data.trainer_rescored & ~np.isnan(data.trainer)).sum())
     if lag_from_log:
         reasons.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -73,8 +74,8 @@ def _problem(key: str, value: Any) -> str:
         return "" if value in LEVELS else f"is not one of {', '.join(LEVELS)}"
     if value is False:
         return ""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        return "is not a number of at least 0 (or false: off)"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        return "is not a finite number of at least 0 (or false: off)"
     return "is above 1, which no ESS reaches" if key == "min_ess" and value > 1 else ""
 
 
@@ -85,20 +86,25 @@ def _search(start: Path) -> tuple[Path | None, dict[str, Any]]:
         if own.is_file():
             return own, _table(own)
         project = parent / "pyproject.toml"
-        if project.is_file():
-            table = _parse(project).get("tool", {}).get("mismatch-probe")
-            if table is not None:
-                return project, table
+        if project.is_file() and "mismatch-probe" in _section(_parse(project), "tool"):
+            return project, _table(project)
     return None, {}
 
 
 def _table(file: Path) -> dict[str, Any]:
     table = _parse(file)
-    return table.get("tool", {}).get("mismatch-probe", {}) if file.name == "pyproject.toml" else table
+    return _section(_section(table, "tool"), "mismatch-probe") if file.name == "pyproject.toml" else table
+
+
+def _section(table: dict[str, Any], name: str) -> dict[str, Any]:
+    section = table.get(name, {})
+    return section if isinstance(section, dict) else {name: section}
 
 
 def _parse(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"--config {file}: no such file") from None
     except (OSError, ValueError) as error:
         raise BadFileError(file, None, f"not readable as TOML ({error})", "Mend the file") from None

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from mismatch_probe import __version__
 from mismatch_probe.assemble import Judgement, halves, join, step_row
 from mismatch_probe.checkpoints.describe import digest
-from mismatch_probe.errors import BadFileError, CheckpointError, NothingToJudgeError
+from mismatch_probe.errors import BadFileError, CheckpointError, NothingToJudgeError, UsageError
 from mismatch_probe.folder import Staging
 from mismatch_probe.resolve import StepCheckpoints, semantic_reasons
 from mismatch_probe.rows import place_rows, sequence_rows, token_table
@@ -102,7 +103,8 @@ class _Job:
             trust_remote_code=options.trust_remote_code,
         )
         self._scoring.torch_device()  # a device that is not there must fail before anything is read
-        self._scorer = StepScorer(self._scoring, progress.tokens)
+        on_unusable = self._say_unusable if options.skip_bad_rows else None
+        self._scorer = StepScorer(self._scoring, progress.tokens, on_unusable)
         self._judgement = Judgement(
             options.level, options.threshold, options.confidence, options.resamples, options.seed
         )
@@ -146,7 +148,8 @@ class _Job:
         self.sequence_rows.extend(sequence_rows(data))
         self.rejected.extend(rollouts.rejected)
         self._say_rejected(step.index, rollouts.rejected)
-        self.compared |= bool((~np.isnan(np.stack([data.split.log_ratio, data.split.lag]))).any())
+        parts = (data.split.discrepancy, data.split.lag, data.split.log_ratio)
+        self.compared |= any(bool((~np.isnan(part)).any()) for part in parts)
         for path in checkpoints.paths:
             self._digests.setdefault(_relative(path, self._run.path), digest(path))
 
@@ -179,15 +182,17 @@ class _Job:
         if self._run.trainer_checkpoints is None:
             return StepScores(len(rollouts.response.values))
         try:
-            return self._scorer.score(rollouts, halves(rollouts), checkpoints.trainer, checkpoints.sampler)
+            scores = self._scorer.score(rollouts, halves(rollouts), checkpoints.trainer, checkpoints.sampler)
         except CheckpointError as error:
-            # Readable by its headers, but not loadable: only now does it show.
-            if not self._options.skip_bad_rows:
-                raise
-            self._say(str(error))
-            scores = StepScores(len(rollouts.response.values))
-            scores.reasons[str(error)] = int(rollouts.loss_mask.sum())
-            return scores
+            raise CheckpointError(f"{error}. Or pass --skip-bad-rows to leave its tokens out") from None
+        except torch.OutOfMemoryError:
+            raise UsageError(
+                f"{self._scoring.torch_device()}: out of memory. Lower --max-tokens (now {self._scoring.max_tokens})"
+            ) from None
+        for reason, tokens in scores.reasons.items():
+            if "no number" in reason:
+                self._say(f"{reason} at {tokens} tokens; they are left out")
+        return scores
 
     def _set_aside(self, rollouts: Rollouts, checkpoints: StepCheckpoints, step: Step) -> Rollouts:
         """Set aside the sequences that the checkpoints cannot take."""
@@ -204,6 +209,9 @@ class _Job:
             raise BadFileError(refused[0].file, refused[0].row, refused[0].reason, "Drop --strict to set it aside")
         kept = rollouts.take(np.array([row for row in range(len(rollouts)) if row not in misfits], dtype=np.int64))
         return replace(kept, rejected=(*rollouts.rejected, *refused))
+
+    def _say_unusable(self, error: CheckpointError) -> None:
+        self._say(f"{error}. Left out")
 
     def _say(self, notice: str) -> None:
         if notice not in self._notices:
@@ -225,7 +233,8 @@ def _nothing(run: Run, job: _Job) -> str:
             f"{run.path}: all {len(job.rejected)} rows were set aside; the first: {first.file}, row {first.row}: "
             f"{first.reason}"
         )
-    reasons = sorted({reason for row in job.step_rows for reason in row["reasons"]})
+    # The same reason with another count at each step is one reason.
+    reasons = sorted({reason.split(":")[0] for row in job.step_rows for reason in row["reasons"]})
     return f"{run.path}: nothing could be compared at any step. {'; '.join(reasons[:3]) or 'No step was chosen'}"
 
 

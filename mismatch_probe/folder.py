@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -28,30 +30,39 @@ def analysis_path(run_dir: Path, output: Path | None) -> Path:
 class Staging:
     """Context that collects new tables beside the old ones and puts them in place at the end.
 
-    Until ``commit`` an earlier analysis is untouched; a failure leaves it as it was.
+    Until ``commit`` an earlier analysis is untouched, and a failure leaves it as it was.
 
     Args:
         folder: the analysis folder.
         overwrite: replace an earlier analysis there.
 
     Raises:
-        UsageError: it holds an analysis and ``overwrite`` is off.
+        UsageError: it holds an analysis and ``overwrite`` is off, or another process writes to it.
         OutputError: it cannot be created or written.
     """
 
     def __init__(self, folder: Path, overwrite: bool) -> None:
         self.folder, self.path = folder, folder / STAGING
-        if not overwrite and any((folder / part).exists() for part in _PARTS):
+        self._replaces = any((folder / part).exists() for part in _PARTS)
+        if self._replaces and not overwrite:
             raise UsageError(f"{folder}: holds an analysis already. Pass --overwrite, or another folder with -o")
 
     def __enter__(self) -> Staging:
         self._created = not self.folder.exists()
         try:
-            if self.path.exists():
-                shutil.rmtree(self.path)
-            self.path.mkdir(parents=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / "lock").open("w")
         except OSError as error:
             raise output_error(self.folder, error) from None
+        try:
+            # Freed by the system when the process ends, however it ends.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise UsageError(f"{self.folder}: another decompose is writing here. Wait for it, or choose -o") from None
+        for leftover in self.path.iterdir():
+            if leftover.name != "lock":
+                _remove(leftover)
         return self
 
     def write_json(self, name: str, content: Any) -> None:
@@ -67,25 +78,43 @@ class Staging:
             raise output_error(self.path / name, error) from None
 
     def commit(self) -> None:
-        """Replace the earlier analysis, and remove what was drawn from it."""
+        """Replace the earlier analysis, and put away what was drawn from it; whatever goes wrong is undone.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        aside = self.path / "earlier"
+        moved: list[tuple[Path, Path]] = []
+
+        def move(source: Path, target: Path) -> None:
+            moved.append((source, target))  # first: an interrupt between the two must not lose a file
+            os.replace(source, target)
+
         try:
-            for name in (*_PARTS, *_DERIVED):
-                _remove(self.folder / name)
-            for part in self.path.iterdir():
-                os.replace(part, self.folder / part.name)
-        except OSError as error:
-            raise output_error(self.folder, error) from None
+            aside.mkdir()
+            # plots/ and report.html are ours only where an analysis of ours lies beside them.
+            for name in (*_PARTS, *_DERIVED) if self._replaces else ():
+                if (self.folder / name).exists():
+                    move(self.folder / name, aside / name)
+            for name in _PARTS:
+                move(self.path / name, self.folder / name)
+        except BaseException as error:
+            for source, target in reversed(moved):
+                if target.exists():
+                    os.replace(target, source)
+            if isinstance(error, OSError):
+                raise output_error(self.folder, error) from None
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._lock.close()
         shutil.rmtree(self.path, ignore_errors=True)
         if self._created and kind is not None:
             # Only an empty folder goes: whatever else came into it meanwhile is not ours.
-            try:
+            with contextlib.suppress(OSError):
                 self.folder.rmdir()
-            except OSError:
-                return
 
 
 @dataclass(frozen=True)
@@ -125,10 +154,13 @@ def open_analysis(run_dir: Path, output: Path | None) -> Analysis:
     folder = analysis_path(run_dir, output)
     steps = folder / "steps.parquet"
     if not steps.is_file():
-        raise InputError(f"{folder}: no analysis here. Run: mismatch-probe decompose {run_dir}")
+        where = "" if output is None else f" -o {output}"
+        raise InputError(f"{folder}: no analysis here. Run: mismatch-probe decompose {run_dir}{where}")
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if not {"run", "options", "scoring"} <= set(record):
+            raise ValueError("its keys are not those of a run.json")
+    except (OSError, ValueError, TypeError) as error:
         raise InputError(
             f"{folder / 'run.json'}: not readable ({error}). Run decompose again with --overwrite"
         ) from None

@@ -33,28 +33,31 @@ class Check:
     high: float = math.nan
     step: int | None = None
     first_failing_step: int | None = None
+    steps: int = 0
     steps_judged: int = 0
     steps_failing: int = 0
 
     def sentence(self) -> str:
         """The check in words."""
         if self.outcome is Outcome.UNJUDGED:
-            return f"{self.name}: not judged, the quantity is null at every step"
+            return (
+                f"{self.name}: not judged, null at all {self.steps} steps (see reasons in steps.parquet); "
+                "switch it off if that is expected"
+            )
         ends = "" if math.isnan(self.low) else f" [{self.low:.4g}, {self.high:.4g}]"
         worst = f"worst {self.value:.4g}{ends} at step {self.step}, threshold {self.threshold:g}"
+        null = self.steps - self.steps_judged
+        judged = f"{self.steps_judged} steps judged" + (f", {null} null" if null else "")
         if self.outcome is Outcome.PASSED:
-            return f"{self.name}: {worst}, {self.steps_judged} steps judged"
-        return (
-            f"{self.name}: {worst}; {self.steps_failing} of {self.steps_judged} steps fail, "
-            f"first at step {self.first_failing_step}"
-        )
+            return f"{self.name}: {worst}, {judged}"
+        return f"{self.name}: {worst}; {self.steps_failing} steps fail, first {self.first_failing_step}; {judged}"
 
 
 def run_checks(steps: pd.DataFrame, thresholds: Thresholds) -> list[Check]:
     """Judge the steps table.
 
     Raises:
-        NothingToJudgeError: no check is on, or every quantity checked is null at every step.
+        NothingToJudgeError: no check is switched on.
     """
     checks = []
     if thresholds.min_ess is not None:
@@ -81,9 +84,6 @@ def run_checks(steps: pd.DataFrame, thresholds: Thresholds) -> list[Check]:
         )
     if not checks:
         raise NothingToJudgeError("no check is switched on. Give at least one threshold")
-    if all(check.outcome is Outcome.UNJUDGED for check in checks):
-        names = ", ".join(check.name for check in checks)
-        raise NothingToJudgeError(f"nothing could be judged: {names}: null at every step. See reasons in steps.parquet")
     return checks
 
 
@@ -110,7 +110,7 @@ def _check(
 ) -> Check:
     judged = steps[steps[column].notna()]
     if judged.empty:
-        return Check(name, Outcome.UNJUDGED, threshold)
+        return Check(name, Outcome.UNJUDGED, threshold, steps=len(steps))
     failing = judged[fails(judged[column])]
     order = judged.sort_values([column, "step"], ascending=[lowest_is_worst, True])
     worst = order.iloc[0]
@@ -123,6 +123,7 @@ def _check(
         high=float(worst[f"{column}_ci_high"]),
         step=int(worst["step"]),
         first_failing_step=None if failing.empty else int(failing["step"].iloc[0]),
+        steps=len(steps),
         steps_judged=len(judged),
         steps_failing=len(failing),
     )

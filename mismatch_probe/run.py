@@ -137,7 +137,7 @@ class CheckpointPattern:
 
     def __init__(self, root: Path, pattern: str) -> None:
         self.root, self.pattern = root, pattern
-        if re.findall(r"\{(\w*)", pattern) != ["version"]:
+        if len(re.findall(r"[{}]", pattern)) != 2 or not re.search(r"\{version(:\d*d?)?\}", pattern):
             raise ValueError(f"{pattern!r} must hold {{version}} once, as in 'checkpoints/step_{{version:06d}}'")
 
     def path(self, version: int) -> Path:

@@ -124,5 +124,5 @@ def plant(
 
 def write_toml(path: Path, **extra) -> None:
     values = {"name": "planted", "trainer_dtype": "float64", "vocab_size": VOCAB, **extra}
-    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    lines = [f"{key} = {json.dumps(value).replace('Infinity', 'inf')}" for key, value in values.items()]
     (path / "run.toml").write_text("\n".join(lines) + "\n")

@@ -5,8 +5,10 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -315,3 +317,185 @@ def test_progress_and_notices_go_to_stderr(run: Planted, capsys: pytest.CaptureF
     assert "status" in printed.out and "Importance weighting" in printed.out
     assert "wrote" in printed.err and "wrote" not in printed.out
     assert max(map(len, printed.out.splitlines())) <= 80
+
+
+def poison(folder: Path, token: int) -> None:
+    """NaN in the embedding of one token, as a collapsed run leaves it."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][token] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_nan_weights_are_said_and_not_summarised(run: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    poison(run.path / "checkpoints" / "step_000002", 9)
+    assert main(["decompose", str(run.path)]) == 0
+    assert "step_000002 gives no number (NaN weights or overflow) at" in capsys.readouterr().err
+    row = steps(run).loc[2]
+    assert row["status"] == "unjudged" and np.isnan(row["lag_mean"]) and np.isnan(row["bias_lag_tv"])
+    assert 0 < row["tokens_with_lag"] < row["tokens"]
+    assert any("split not summarised" in reason for reason in row["reasons"])
+    assert steps(run).loc[3, "ess_lag_sequence"] < 1
+
+
+def test_a_network_of_nothing_but_nan_is_refused(run: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    for token in range(VOCAB):
+        poison(run.path / "checkpoints" / "step_000002", token)
+    assert decompose(run) == 2
+    assert "logits are not finite" in capsys.readouterr().err
+    assert decompose(run, "--skip-bad-rows") == 0
+    assert steps(run)["status"].tolist()[2] == "unjudged"
+
+
+def test_tokens_of_some_versions_only_are_no_summary(run: Planted) -> None:
+    """Half of the tokens have lag 0 by their label, the weights of the others are gone: a mean would be a lie."""
+    shutil.rmtree(run.path / "checkpoints")
+    for row in run.rows[1]:
+        row["sampler_version"] = [0] + [1] * (len(row["response_ids"]) - 1)
+        row["trainer_logprobs"] = row["sampler_logprobs"]
+    rewrite(run, 1)
+    assert decompose(run, "--steps", "1") == 0
+    row = steps(run).loc[1]
+    assert row["status"] == "unjudged" and np.isnan(row["lag_rms"]) and np.isnan(row["ess_lag_token"])
+    assert row["log_ratio_rms"] == 0 and 0 < row["tokens_with_lag"] < row["tokens"]
+    assert "no sample of all" in " ".join(row["reasons"])
+
+
+def test_the_discrepancy_alone_is_an_answer(run: Planted) -> None:
+    (run.path / "exported").mkdir()
+    shutil.move(run.path / "checkpoints" / "step_000000", run.path / "exported" / "step_000000")
+    shutil.rmtree(run.path / "checkpoints")
+    write_toml(run.path, sampler_checkpoints="exported/step_{version:06d}")
+    assert decompose(run) == 0
+    assert (steps(run)["tokens_with_discrepancy"] == steps(run)["tokens"]).all()
+    assert steps(run)["lag_mean"].isna().all() and steps(run)["discrepancy_rms"].notna().all()
+
+
+def test_stand_ins_do_not_overflow(run: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    run.rows[1][0]["sampler_logprobs"][0] = -9999.0
+    run.rows[2][0]["sampler_logprobs"][0] = -690.0  # improbable, not impossible
+    rewrite(run, 1)
+    rewrite(run, 2)
+    assert main(["decompose", str(run.path)]) == 0
+    assert "below -700 (a stand-in)" in capsys.readouterr().err
+    table = steps(run)
+    assert table.loc[1, "tokens_with_discrepancy"] == table.loc[1, "tokens"] - 1
+    assert np.isfinite(table.loc[2, "ess_discrepancy_token"]) and table.loc[2, "ess_discrepancy_token"] < 0.02
+
+
+def test_files_of_others_in_the_output_folder_stay(run: Planted) -> None:
+    out = run.path / "results"
+    (out / "plots").mkdir(parents=True)
+    (out / "plots" / "mine.png").write_text("mine")
+    (out / "report.html").write_text("mine")
+    assert decompose(run, "-o", str(out)) == 0
+    assert (out / "plots" / "mine.png").exists() and (out / "report.html").exists()
+
+
+@pytest.mark.parametrize("fails_at", range(1, 12))
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_a_commit_that_is_cut_short_is_undone(run: Planted, kind, fails_at: int, monkeypatch) -> None:
+    from mismatch_probe.folder import Staging
+
+    folder = run.path / "out"
+    for name in ("tokens/step=1", "plots"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").write_text("old")
+    for name in ("steps.parquet", "sequences.parquet", "places.parquet", "rejected.parquet", "run.json"):
+        (folder / name).write_text("old")
+    before = contents(folder)
+    calls = 0
+    replace = os.replace
+
+    def cut(source: Path, target: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise kind(28, "No space left on device") if kind is OSError else kind
+        replace(source, target)
+
+    def new_analysis() -> None:
+        with Staging(folder, overwrite=True) as staging:
+            (staging.path / "tokens").mkdir()
+            for name in ("steps.parquet", "sequences.parquet", "places.parquet", "rejected.parquet", "run.json"):
+                (staging.path / name).write_text("new")
+            monkeypatch.setattr("os.replace", cut)
+            staging.commit()
+
+    with pytest.raises((KeyboardInterrupt, Exception)):
+        new_analysis()
+    assert contents(folder) == before
+    monkeypatch.setattr("os.replace", replace)
+
+
+def test_two_commands_do_not_write_to_one_folder(run: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    from mismatch_probe.folder import Staging
+
+    with Staging(run.path / "out", overwrite=False):
+        assert decompose(run, "-o", str(run.path / "out")) == 2
+        assert "another decompose is writing here" in capsys.readouterr().err
+    assert decompose(run, "-o", str(run.path / "out")) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_tidily(run: Planted, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mismatch_probe", "decompose", str(run.path), "-o", str(run.path / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not (run.path / "out" / ".staging").exists():
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, error = process.communicate()
+    assert process.returncode == 130 and "interrupted; earlier results are as they were" in error
+    assert not (run.path / "out").exists()
+
+
+def test_a_checkpoint_is_loaded_once_a_step_however_the_tokens_are_cut(run: Planted, monkeypatch) -> None:
+    from mismatch_probe.scoring.network import Network
+
+    loads: list[str] = []
+    create = Network.__init__
+
+    def counted(self, path, options) -> None:
+        loads.append(path.name)
+        create(self, path, options)
+
+    for row in run.rows[3]:
+        row["sampler_version"] = [i % 3 for i in range(len(row["response_ids"]))]
+    rewrite(run, 3)
+    monkeypatch.setattr(Network, "__init__", counted)
+    monkeypatch.setattr("mismatch_probe.scoring.score.STATE_BYTES", VOCAB * 8 * 20)
+    assert decompose(run, "--steps", "3") == 0
+    assert sorted(loads) == [f"step_{v:06d}" for v in range(4)]
+    loads.clear()
+    assert decompose(run, "--steps", "0:3", "--overwrite") == 0
+    assert sorted(loads) == [f"step_{v:06d}" for v in range(3)]  # version 0 stays loaded from step to step
+
+
+def test_progress_in_a_terminal(run: Planted) -> None:
+    """On a terminal stderr shows the bar with its rate and the time left."""
+    import pty
+
+    main_end, program_end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mismatch_probe", "decompose", str(run.path)],
+        stdout=subprocess.DEVNULL,
+        stderr=program_end,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+    )
+    os.close(program_end)
+    seen = b""
+    while True:
+        try:
+            chunk = os.read(main_end, 4096)
+        except OSError:
+            break
+        if not chunk:
+            break
+        seen += chunk
+    assert process.wait() == 0
+    assert b"(4/4)" in seen and b"%" in seen and b"wrote" in seen

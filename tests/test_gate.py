@@ -41,7 +41,7 @@ def test_the_lowest_ess_decides_and_the_first_failing_step_is_named() -> None:
     assert (check.outcome, check.value, check.step, check.first_failing_step) == (Outcome.FAILED, 0.2, 12, 11)
     assert (check.steps_failing, check.steps_judged) == (2, 4)
     assert other.outcome is Outcome.PASSED
-    assert "2 of 4 steps fail, first at step 11" in check.sentence()
+    assert "2 steps fail, first 11; 4 steps judged" in check.sentence()
 
 
 def test_each_threshold_fails_on_its_own() -> None:
@@ -70,12 +70,13 @@ def test_mass_errors_within_sampling_error_pass() -> None:
 
 def test_null_is_never_a_pass() -> None:
     frame = table(ess_lag_sequence=[math.nan], discrepancy_k3=[math.nan])
-    with pytest.raises(NothingToJudgeError, match="nothing could be judged: min-ess, max-discrepancy-k3"):
-        run_checks(frame, Thresholds())
+    assert set(outcomes(frame).values()) == {Outcome.UNJUDGED}
     with pytest.raises(NothingToJudgeError, match="no check is switched on"):
         run_checks(table(ess_lag_token=[1.0]), Thresholds(min_ess=None, max_discrepancy_k3=None))
     partly = table(ess_lag_sequence=[math.nan], discrepancy_k3=[0.01])
     assert outcomes(partly)["min-ess"] is Outcome.UNJUDGED
+    half = run_checks(table(ess_lag_sequence=[math.nan, 0.9]), Thresholds())[0]
+    assert half.outcome is Outcome.PASSED and half.sentence().endswith("1 steps judged, 1 null")
 
 
 def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
@@ -101,8 +102,9 @@ def test_pyproject_is_a_home_too_and_the_nearest_file_wins(tmp_path: Path) -> No
     ("text", "message"),
     [
         ("min_es = 0.5", "unknown key 'min_es'. Did you mean 'min_ess'?"),
-        ("min_ess = 'half'", "min_ess = 'half' is not a number"),
+        ("min_ess = 'half'", "min_ess = 'half' is not a finite number"),
         ("min_ess = 2", "is above 1"),
+        ("min_ess = nan", "is not a finite number"),
         ("ess_level = 'word'", "is not one of token, sequence, prompt"),
         ("min_ess = ", "not readable as TOML"),
     ],
@@ -136,3 +138,22 @@ def test_the_command(planted: Planted, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("MISMATCH_PROBE_MIN_ESS")
     assert main(["gate", str(planted.path), "--config", str(tmp_path / "strict.toml")]) == 1
     assert "max-discrepancy-k3" in capsys.readouterr().out
+
+
+def test_a_check_that_judges_no_step_is_no_pass(planted: Planted, tmp_path: Path, monkeypatch, capsys) -> None:
+    """The lag is unknown throughout, the discrepancy is fine: exit 5, in every format, until the check is off."""
+    import shutil
+
+    shutil.copytree(planted.path, tmp_path / "run")
+    for version in range(1, 5):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{version:06d}")
+    monkeypatch.chdir(tmp_path)
+    command = ["run", "-o", "analysis"]
+    assert main(["decompose", *command, "--steps", "1:", "-q"]) == 0
+    capsys.readouterr()
+    assert main(["gate", *command]) == 5
+    assert "Gate cannot judge: min-ess" in capsys.readouterr().out
+    assert main(["gate", *command, "--format", "json"]) == 5
+    assert json.loads(capsys.readouterr().out)["checks"][0]["outcome"] == "unjudged"
+    (tmp_path / "mismatch-probe.toml").write_text("min_ess = false\n")
+    assert main(["gate", *command]) == 0

@@ -73,7 +73,11 @@ MISFITS = {
     "prompt_ids holds id 1099511627776, outside the vocabulary of 16": {"prompt_ids": [2**40]},
     "response_ids holds the negative id -1": {"response_ids": [3, -1, 5]},
     "response_ids holds values that are not integers": {"response_ids": [3, 4.5, 5]},
-    "response_ids holds values that are not numbers": {"response_ids": ["x", "y", "z"]},
+    "sampler_logprobs holds values that are not numbers": {"sampler_logprobs": ["x", -0.2, -0.3]},
+    "prompt_ids holds values that are not integers": {"prompt_ids": ["1", "2"]},
+    "sampler_version holds values that are not integers": {"sampler_version": [True, True, True]},
+    "prompt_ids holds values that are not numbers": {"prompt_ids": [10**400]},
+    "sequence_id is not valid text": {"sequence_id": "\ud800"},
     "response_ids is empty": {"response_ids": []},
     "prompt_ids is empty, so the first response token has no prefix to be scored on": {"prompt_ids": []},
     "group_id is missing": {"group_id": None},
@@ -87,7 +91,7 @@ def test_a_row_that_does_not_fit_is_set_aside_with_its_place(tmp_path: Path, rea
     rollouts = load(tmp_path)
     assert rollouts.sequence_id.tolist() == ["good", "fine"]
     (rejected,) = rollouts.rejected
-    assert (rejected.file, rejected.row, rejected.sequence_id) == ("rollouts/step_000003.jsonl", 2, "bad")
+    assert (rejected.file, rejected.row) == ("rollouts/step_000003.jsonl", 2)
     assert rejected.reason == reason
     with pytest.raises(BadFileError, match="row 2"):
         load(tmp_path, strict=True)
@@ -107,7 +111,8 @@ def test_a_misspelt_field_is_named(tmp_path: Path) -> None:
         (None, "null or NaN"),
         ("nan", "null or NaN"),
         (-math.inf, "infinite"),
-        (-3.4028235e38, "the float32 minimum"),
+        (-3.4028235e38, "below -700 (a stand-in)"),
+        (-9999.0, "below -700 (a stand-in)"),
     ],
 )
 def test_values_that_are_no_logprob_become_null_and_are_said(tmp_path: Path, value, kind: str) -> None:
@@ -179,6 +184,17 @@ def test_cut_inside_a_character(tmp_path: Path) -> None:
     assert load(tmp_path).sequence_id.tolist() == ["a", "b"]
 
 
+def test_copies_are_equal_in_everything(tmp_path: Path) -> None:
+    rollouts = load(write(tmp_path, [row("a"), row("a"), row("a", sampler_version=1)]))
+    assert len(rollouts) == 1 and "1 rows are exact copies" in rollouts.notices[0]
+    assert rollouts.rejected[0].reason == "sequence_id was used before in this step, with other content"
+
+
+def test_a_reward_that_is_no_number_is_null(tmp_path: Path) -> None:
+    rollouts = load(write(tmp_path, [row("a", reward={"format": 1.0}), row("b", reward=2)]))
+    assert np.isnan(rollouts.reward[0]) and rollouts.reward[1] == 2.0
+
+
 def test_an_empty_file_holds_no_rows(tmp_path: Path) -> None:
     assert len(load(write(tmp_path, []))) == 0
 
@@ -233,7 +249,14 @@ def test_unknown_keys_of_run_toml_name_the_nearest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("temperature", 0), ("logprobs_mode", "cooked"), ("vocab_size", -1), ("trainer_dtype", "int8"), ("top_p", 1.5)],
+    [
+        ("temperature", 0),
+        ("temperature", math.inf),
+        ("logprobs_mode", "cooked"),
+        ("vocab_size", -1),
+        ("trainer_dtype", "int8"),
+        ("top_p", 1.5),
+    ],
 )
 def test_values_of_run_toml_are_checked(tmp_path: Path, key: str, value) -> None:
     write(tmp_path, [row()])
@@ -250,9 +273,10 @@ def test_run_toml_lists_and_patterns(tmp_path: Path) -> None:
     assert run.settings.eos_token_id == (1, 2)
     assert run.trainer_checkpoint(12) == tmp_path / "weights" / "v12" and run.trainer_checkpoint(3) is None
     assert run.trainer_checkpoints.versions() == [12]
-    write_toml(tmp_path, checkpoints="weights/latest")
-    with pytest.raises(BadFileError, match=r"must hold \{version\} once"):
-        open_run(tmp_path)
+    for pattern in ("weights/latest", "v{version:zz}", "v{version!r}", "v{step}", "v{version}{version}"):
+        write_toml(tmp_path, checkpoints=pattern)
+        with pytest.raises(BadFileError, match=r"must hold \{version\} once"):
+            open_run(tmp_path)
 
 
 def test_adapters_are_refused_in_words(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_many_shards_give_the_same_scores(tmp_path: Path, monkeypatch: pytest.Mo
     save_model(tmp_path / "two", "qwen3", seed=2)
     rollouts = random_rollouts(np.random.default_rng(6))
     whole = score(tmp_path / "one", rollouts, tmp_path / "two")
-    monkeypatch.setattr("mismatch_probe.scoring.score.SHARD_TOKENS", 20)
+    monkeypatch.setattr("mismatch_probe.scoring.score.STATE_BYTES", 20 * 32 * 4)
     parts = score(tmp_path / "one", rollouts, tmp_path / "two")
     for name in COLUMNS:
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), abs=1e-6, nan_ok=True)

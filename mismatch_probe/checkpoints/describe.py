@@ -40,9 +40,10 @@ def describe(path: Path) -> Description:
         CheckpointError: no ``config.json``, or a file that cannot be parsed.
     """
     config = _read_json(path / "config.json")
-    text_config = config.get("text_config", config)
+    text_config = config.get("text_config") or config
     tensors: dict[str, dict[str, Any]] = {}
     files = weight_files(path)
+    _check_shards(path, files)
     for file in files:
         if file.suffix == ".safetensors":
             tensors.update(_header(file))
@@ -81,6 +82,20 @@ def digest(path: Path) -> str:
             stream.seek(max(0, size - _EDGE))
             mark.update(stream.read(_EDGE))
     return mark.hexdigest()
+
+
+def _check_shards(path: Path, files: list[Path]) -> None:
+    """Refuse a directory whose weights are not all there."""
+    if not files:
+        raise CheckpointError(f"{path}: config.json and no weights (*.safetensors). Copy it anew from the run")
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        named = set(_read_json(index).get("weight_map", {}).values())
+        missing = sorted(named - {file.name for file in files})
+        if missing:
+            raise CheckpointError(
+                f"{path}: {missing[0]} is missing ({len(missing)} of {len(named)} shards). Copy it anew"
+            )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,8 @@ OPTIONAL = (
 )
 POSITIVE_TOLERANCE = 1e-4
 """A log-prob above this is impossible; float32 rounding stays below it."""
-_FLOAT32_MINIMUM = -1e30
+LOWEST_LOGPROB = -700.0
+"""A token this improbable is never sampled (e^-700 is 1e-304): what is below is a stand-in, such as -9999."""
 _STRICT_REMEDY = "Mend the row, or drop --strict to set it aside"
 
 
@@ -57,15 +59,13 @@ class RowBuilder:
         except _Misfit as misfit:
             self.reject(file, number, None if sequence_id is None else str(sequence_id), str(misfit))
             return
-        content = hashlib.blake2b(
-            b"|".join(fitted[key].tobytes() for key in ("prompt", "response", "sampler_logprob")), digest_size=16
-        ).digest()
+        content = hashlib.blake2b(repr([_plain(value) for value in fitted.values()]).encode(), digest_size=16).digest()
         earlier = self._seen.setdefault(fitted["sequence_id"], content)
         if earlier is not content:
             if earlier == content:
                 self._copies += 1
             else:
-                reason = "sequence_id was used before in this step, with other tokens or log-probs"
+                reason = "sequence_id was used before in this step, with other content"
                 self.reject(file, number, fitted["sequence_id"], reason)
             return
         self._note_odd_values(fitted, self._name(file), number)
@@ -136,8 +136,8 @@ class RowBuilder:
             raise _Misfit("response_ids is empty")
         n = len(response)
         return {
-            "sequence_id": str(row["sequence_id"]),
-            "group_id": str(row["group_id"]),
+            "sequence_id": _name(row["sequence_id"], "sequence_id"),
+            "group_id": _name(row["group_id"], "group_id"),
             "prompt": prompt,
             "response": response,
             "sampler_logprob": _floats(row.get("sampler_logprobs"), "sampler_logprobs", n),
@@ -145,7 +145,7 @@ class RowBuilder:
             "loss_mask": _mask(row.get("loss_mask"), n),
             "sampler_version": _versions(row.get("sampler_version"), n),
             "advantage": _floats(row.get("advantages"), "advantages", n, scalar=True),
-            "reward": _floats(row.get("reward"), "reward", 1, scalar=True)[0],
+            "reward": _reward(row.get("reward")),
             "finish_reason": None if row.get("finish_reason") is None else str(row["finish_reason"]),
         }
 
@@ -168,10 +168,10 @@ class RowBuilder:
                 {
                     "null or NaN": int((np.isnan(values) & counted).sum()),
                     "infinite": int((np.isinf(values) & counted).sum()),
-                    "the float32 minimum": int((np.isfinite(values) & (values < _FLOAT32_MINIMUM) & counted).sum()),
+                    "below -700 (a stand-in)": int((np.isfinite(values) & (values < LOWEST_LOGPROB) & counted).sum()),
                 }
             )
-            row[key] = np.where(np.isfinite(values) & (values >= _FLOAT32_MINIMUM), values, np.nan)
+            row[key] = np.where(np.isfinite(values) & (values >= LOWEST_LOGPROB), values, np.nan)
             place = f"{file}, row {number}"
             for kind, count in kinds.items():
                 if count:
@@ -188,7 +188,7 @@ class RowBuilder:
 def _array(value: Any, key: str) -> Floats:
     try:
         array = np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise _Misfit(f"{key} holds values that are not numbers") from None
     return array
 
@@ -196,6 +196,10 @@ def _array(value: Any, key: str) -> Floats:
 def _integers(value: Any, key: str) -> Ints:
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         return value.astype(np.int64)
+    # Ids written as text, or true and false in their place, are a writer's mistake even where they look like numbers.
+    items = value if isinstance(value, list) else np.asarray(value).ravel()[:1].tolist()
+    if any(isinstance(item, bool | str) for item in items):
+        raise _Misfit(f"{key} holds values that are not integers")
     array = _array(value, key)
     if array.ndim != 1:
         raise _Misfit(f"{key} is not a flat list")
@@ -238,3 +242,21 @@ def _versions(value: Any, length: int) -> Ints:
     if versions.min() < 0:
         raise _Misfit(f"sampler_version holds the negative version {versions.min()}")
     return versions
+
+
+def _reward(value: Any) -> float:
+    """A reward that is no number (a table of parts, say) is null: nothing but its mean is ever taken from it."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _name(value: Any, key: str) -> str:
+    name = str(value)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise _Misfit(f"{key} is not valid text") from None
+    return name
+
+
+def _plain(value: Any) -> Any:
+    return value.tobytes() if isinstance(value, np.ndarray) else value

@@ -16,7 +16,9 @@ def summary(checks: list[Check]) -> str:
     failed = [check.name for check in checks if check.outcome is Outcome.FAILED]
     unjudged = [check.name for check in checks if check.outcome is Outcome.UNJUDGED]
     left = f"; not judged: {', '.join(unjudged)}" if unjudged else ""
-    return (f"Gate failed: {', '.join(failed)}" if failed else "Gate passed") + left
+    if failed:
+        return f"Gate failed: {', '.join(failed)}{left}"
+    return f"Gate cannot judge: {', '.join(unjudged)}" if unjudged else "Gate passed"
 
 
 def print_text(checks: list[Check], source: str, console: Console) -> None:
@@ -24,8 +26,8 @@ def print_text(checks: list[Check], source: str, console: Console) -> None:
     for check in checks:
         console.print(Text.assemble((f"{check.outcome:9}", _STYLE[check.outcome]), check.sentence()))
     console.print(Text(f"Thresholds: {source}", style="dim"))
-    failed = any(check.outcome is Outcome.FAILED for check in checks)
-    console.print(Text(summary(checks), style="bold red" if failed else "bold green"))
+    passed = all(check.outcome is Outcome.PASSED for check in checks)
+    console.print(Text(summary(checks), style="bold green" if passed else "bold red"))
 
 
 def as_json(checks: list[Check], source: str) -> str:

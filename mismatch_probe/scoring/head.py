@@ -68,7 +68,7 @@ def compare(
     temperature: float,
     chunk_elements: int,
 ) -> PairScores:
-    """Both networks on the same prefixes, in one pass over tokens.
+    """Both networks on the same prefixes, in one pass over tokens; NaN where a network gives NaN.
 
     Args:
         stale, trainer: each a network and its hidden states, (n, H).
@@ -91,10 +91,11 @@ def compare(
         gap = logp_s.sub_(logp_t)
         kl_st[span] = torch.linalg.vecdot(p_s, gap).clamp_min_(0.0)
         kl_ts[span] = torch.linalg.vecdot(p_t, gap).neg_().clamp_min_(0.0)
-        difference = p_s.sub_(p_t)
+        # A token whose networks give NaN would spoil the sum of all others.
+        difference = p_s.sub_(p_t).nan_to_num_(0.0, 0.0, 0.0)
         for which in (0, 1):
             bias_sum[which] += difference[half[span] == which].sum(0)
-        variation[span] = difference.abs_().sum(-1).mul_(0.5)
+        variation[span] = torch.where(kl_st[span].isnan(), torch.nan, difference.abs_().sum(-1).mul_(0.5))
     return PairScores(one, two, kl_st, kl_ts, variation, bias_sum)
 
 

@@ -21,6 +21,10 @@ DTYPES = {
 }
 
 
+_MM_WIDENS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+"""From torch 2.8 on a half-precision product can come out in float32."""
+
+
 @dataclass(frozen=True)
 class ScoringOptions:
     """How to score.
@@ -72,12 +76,18 @@ class Network:
         config = self._model.config.get_text_config()
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._multiplier = _logit_multiplier(config)
+        self._wide_weight: Tensor | None = None
         self._check_head()
 
     @property
     def vocab_size(self) -> int:
         """Rows of the output head, V."""
         return self.weight.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that the head takes, H."""
+        return self.weight.shape[1]
 
     @torch.inference_mode()
     def hidden(self, ids: Tensor) -> Tensor:
@@ -91,7 +101,7 @@ class Network:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states, before temperature: (n, H) -> (n, V), float32 or float64."""
-        logits = _matmul_wide(hidden, self.weight)
+        logits = self._product(hidden)
         if self._bias is not None:
             logits += self._bias
         if self._multiplier != 1.0:
@@ -100,12 +110,26 @@ class Network:
             logits = torch.tanh_(logits.div_(self._softcap)).mul_(self._softcap)
         return logits
 
+    def _product(self, hidden: Tensor) -> Tensor:
+        """hidden @ weight.T with a float32 result (float64 for float64 weights)."""
+        if self.weight.dtype in (torch.float32, torch.float64):
+            return hidden @ self.weight.T
+        if self.weight.is_cuda and _MM_WIDENS:
+            return torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
+        if self._wide_weight is None:
+            self._wide_weight = self.weight.float()
+        return hidden.float() @ self._wide_weight.T
+
     @torch.inference_mode()
     def _check_head(self) -> None:
         """Refuse architectures whose logits are not what body and head give: a wrong score must not pass silently."""
         ids = torch.arange(min(4, self.vocab_size), device=self.weight.device)[None]
         expected = self._model(input_ids=ids, use_cache=False).logits[0].float()
         found = self.logits(self.hidden(ids)[0]).float()
+        if not bool(torch.isfinite(expected).all()):
+            raise CheckpointError(
+                f"{self.path}: its logits are not finite: the weights hold NaN or infinity, or overflow"
+            )
         wide = self.weight.dtype in (torch.float32, torch.float64)
         tolerance = (1e-4 if wide else 3e-2) * float(expected.abs().max().clamp_min(1.0))
         if expected.shape != found.shape or not bool(((expected - found).abs() <= tolerance).all()):
@@ -122,6 +146,12 @@ class NetworkCache:
         self._options, self._capacity = options, capacity
         self._networks: OrderedDict[Path, Network] = OrderedDict()
 
+    def touch(self, paths: list[Path]) -> None:
+        """Mark networks as used just now, where they are loaded."""
+        for path in paths:
+            if path in self._networks:
+                self._networks.move_to_end(path)
+
     def get(self, path: Path) -> Network:
         """The network at ``path``, loaded if need be.
 
@@ -134,15 +164,6 @@ class NetworkCache:
             self._networks[path] = Network(path, self._options)
         self._networks.move_to_end(path)
         return self._networks[path]
-
-
-def _matmul_wide(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T with a float32 result (float64 for float64 inputs)."""
-    if weight.dtype in (torch.float32, torch.float64):
-        return hidden @ weight.T
-    if weight.is_cuda:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return hidden.float() @ weight.float().T
 
 
 def _logit_multiplier(config: Any) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,14 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mismatch_probe.errors import CheckpointError
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Rollouts
 from mismatch_probe.scoring.head import PairScores, compare, score
 from mismatch_probe.scoring.network import Network, NetworkCache, ScoringOptions
-from mismatch_probe.scoring.plan import batches, shards
+from mismatch_probe.scoring.plan import shards
+from mismatch_probe.scoring.states import hidden_states
 
-SHARD_TOKENS = 32768
-"""Scored tokens whose hidden states are held at once."""
-NOISE_SEQUENCES = 4
+STATE_BYTES = 1 << 29
+"""Bytes of hidden states that are held at once, for each of two networks."""
+NOISE_SEQUENCES = 8
 """Sequences a step that are scored a second time, alone, for the noise floor."""
 
 
@@ -47,6 +49,11 @@ class StepScores:
         for name in COLUMNS:
             setattr(self, name, np.full(self.tokens, np.nan))
 
+    def add_bias(self, bias_sum: Floats, half: Ints) -> None:
+        """Add sums of pi_s - pi, (2, V), over tokens that belong to the given halves, (n,)."""
+        self.bias_lag_sum = bias_sum if self.bias_lag_sum is None else self.bias_lag_sum + bias_sum
+        self.bias_lag_tokens += np.bincount(half, minlength=2)
+
 
 COLUMNS = (
     *("stale_logprob", "trainer_logprob", "entropy_stale", "entropy_trainer"),
@@ -60,16 +67,24 @@ class StepScorer:
     Args:
         options: device, dtype, temperature, bounds.
         on_tokens: called with the number of tokens after each forward pass.
+        on_unusable: called with the error of a checkpoint that cannot be loaded, which then counts as absent; None
+            raises it.
     """
 
-    def __init__(self, options: ScoringOptions, on_tokens: Callable[[int], None] = lambda _: None) -> None:
-        self._options, self._on_tokens = options, on_tokens
+    def __init__(
+        self,
+        options: ScoringOptions,
+        on_tokens: Callable[[int], None] = lambda _: None,
+        on_unusable: Callable[[CheckpointError], None] | None = None,
+    ) -> None:
+        self._options, self._on_tokens, self._on_unusable = options, on_tokens, on_unusable
         self._networks = NetworkCache(options)
+        self._unusable: set[Path] = set()
 
     def score(
         self, rollouts: Rollouts, half: Ints, trainer: Path | None, sampler: Callable[[int], Path | None]
     ) -> StepScores:
-        """Score every counted token.
+        """Score every counted token: the trainer's weights once, then each sampler version on its own tokens.
 
         Args:
             rollouts: the step's sequences; ids must lie inside the vocabularies.
@@ -81,141 +96,127 @@ class StepScorer:
             CheckpointError: a checkpoint cannot be loaded, or two of them differ in vocabulary.
         """
         scores = StepScores(len(rollouts.response.values))
-        sequence = rollouts.sequence_of_token
-        per_row = np.bincount(sequence[rollouts.loss_mask], minlength=len(rollouts))
-        for rows in shards(per_row, SHARD_TOKENS):
-            inside = rollouts.loss_mask & np.isin(sequence, rows)
-            if inside.any():
-                self._score_shard(scores, rollouts, half[sequence], inside, trainer, sampler)
-        self._measure_noise(scores, rollouts, trainer, sampler)
-        return scores
-
-    def _score_shard(
-        self,
-        scores: StepScores,
-        rollouts: Rollouts,
-        half: Ints,
-        inside: Bools,
-        trainer: Path | None,
-        sampler: Callable[[int], Path | None],
-    ) -> None:
-        """Score the tokens marked by ``inside``: the trainer once, then each sampler version on its own tokens."""
-        if trainer is None:
-            _count(scores.reasons, "no checkpoint of the trainer's weights at this step", int(inside.sum()))
-        trainer_states = None if trainer is None else self._states(trainer, rollouts, inside)
-        for version in np.unique(rollouts.sampler_version[inside]):
-            mine = inside & (rollouts.sampler_version == version)
-            place = np.flatnonzero(mine)
-            stale = sampler(int(version))
+        counted = rollouts.loss_mask
+        versions = [int(version) for version in np.unique(rollouts.sampler_version[counted])]
+        # What this step needs again must outlive what it loads first.
+        self._networks.touch([path for version in versions if (path := sampler(version)) is not None])
+        trainer = self._usable(trainer)
+        if trainer is None and counted.any():
+            _count(scores.reasons, "no checkpoint of the trainer's weights at this step", int(counted.sum()))
+        held = None
+        if trainer is not None and counted.sum() <= self._tokens_held(trainer):
+            held = self._states(trainer, rollouts, counted)
+        for version in versions:
+            mine = counted & (rollouts.sampler_version == version)
+            self._networks.touch([trainer] if trainer is not None else [])
+            stale = self._usable(sampler(version))
             if stale is None:
                 what = "unknown sampler version" if version == UNKNOWN_VERSION else f"sampler version {version}"
-                _count(scores.reasons, f"no checkpoint for {what}", len(place))
-            states = None if trainer_states is None else trainer_states[torch.from_numpy(mine[inside])]
-            if stale is not None and trainer is not None and states is not None and stale != trainer:
-                self._pair(scores, rollouts, half, mine, (stale, trainer), states)
-            else:
-                self._single(scores, rollouts, mine, stale, trainer, states)
-                if stale is not None and stale == trainer:
-                    # The same weights: the lag is zero by identity, not by measurement.
-                    scores.bias_lag_tokens += np.bincount(half[place], minlength=2)
-                    self._add_bias(scores, np.zeros((2, self._networks.get(stale).vocab_size)))
+                _count(scores.reasons, f"no checkpoint for {what}", int(mine.sum()))
+            if stale is None and trainer is None:
+                continue
+            for part in self._parts(stale or trainer, rollouts, mine):
+                states = None if held is None else held[torch.from_numpy(part[counted])]
+                self._score_part(scores, rollouts, half, part, (stale, trainer), states)
+            self._measure_noise(scores, rollouts, mine, (stale, trainer), max(1, NOISE_SEQUENCES // len(versions)))
+        return scores
 
-    def _pair(
+    def _score_part(
         self,
         scores: StepScores,
         rollouts: Rollouts,
         half: Ints,
-        mine: Bools,
-        paths: tuple[Path, Path],
-        trainer_states: Tensor,
-    ) -> None:
-        stale_states = self._states(paths[0], rollouts, mine)
-        stale, trainer = self._networks.get(paths[0]), self._networks.get(paths[1])
-        _same_vocabulary(stale, trainer)
-        place = np.flatnonzero(mine)
-        device = stale_states.device
-        pair = compare(
-            (stale, stale_states),
-            (trainer, trainer_states),
-            torch.from_numpy(rollouts.response.values[place]).to(device),
-            torch.from_numpy(half[place]).to(device),
-            self._options.temperature,
-            self._options.chunk_elements,
-        )
-        for name, values in _columns(pair).items():
-            getattr(scores, name)[place] = values.cpu().numpy()
-        self._add_bias(scores, pair.bias_sum.cpu().numpy())
-        scores.bias_lag_tokens += np.bincount(half[place], minlength=2)
-
-    def _single(
-        self,
-        scores: StepScores,
-        rollouts: Rollouts,
-        mine: Bools,
-        stale: Path | None,
-        trainer: Path | None,
+        part: Bools,
+        paths: tuple[Path | None, Path | None],
         trainer_states: Tensor | None,
     ) -> None:
-        """Tokens with one set of weights: the same for both, or only one of them there."""
-        path = trainer or stale
-        if path is None:
-            return
-        states = self._states(path, rollouts, mine) if trainer_states is None else trainer_states
-        place = np.flatnonzero(mine)
-        ids = torch.from_numpy(rollouts.response.values[place]).to(states.device)
-        one = score(self._networks.get(path), states, ids, self._options.temperature, self._options.chunk_elements)
+        """Tokens of one version under its weights and the trainer's, or under the one set of weights there is."""
+        stale, trainer = paths
+        place = np.flatnonzero(part)
+        ids = torch.from_numpy(rollouts.response.values[place])
+        half_of_token = half[rollouts.sequence_of_token[place]]
+        bounds = (self._options.temperature, self._options.chunk_elements)
+        if trainer is not None and trainer_states is None:
+            trainer_states = self._states(trainer, rollouts, part)
+        if stale is None or trainer is None or stale == trainer:
+            path = trainer or stale
+            assert path is not None
+            states = self._states(path, rollouts, part) if trainer_states is None else trainer_states
+            one = score(self._networks.get(path), states, ids.to(states.device), *bounds)
+            for role, own in (("stale", stale), ("trainer", trainer)):
+                if own is not None:
+                    getattr(scores, f"{role}_logprob")[place] = one.logprob.cpu().numpy()
+                    getattr(scores, f"entropy_{role}")[place] = one.entropy.cpu().numpy()
+            if stale is not None and stale == trainer:
+                # The same weights: the lag is zero by identity, not by measurement.
+                for name in ("kl_stale_trainer", "kl_trainer_stale", "total_variation"):
+                    getattr(scores, name)[place] = 0.0
+                scores.add_bias(np.zeros((2, self._networks.get(stale).vocab_size)), half_of_token)
+        else:
+            assert trainer_states is not None
+            stale_states = self._states(stale, rollouts, part)
+            pair = (self._networks.get(stale), stale_states), (self._networks.get(trainer), trainer_states)
+            _same_vocabulary(pair[0][0], pair[1][0])
+            device = stale_states.device
+            found = compare(*pair, ids.to(device), torch.from_numpy(half_of_token).to(device), *bounds)
+            for name, values in _columns(found).items():
+                getattr(scores, name)[place] = values.cpu().numpy()
+            known = np.isfinite(scores.kl_stale_trainer[place])
+            scores.add_bias(found.bias_sum.cpu().numpy(), half_of_token[known])
         for role, own in (("stale", stale), ("trainer", trainer)):
             if own is not None:
-                getattr(scores, f"{role}_logprob")[place] = one.logprob.cpu().numpy()
-                getattr(scores, f"entropy_{role}")[place] = one.entropy.cpu().numpy()
-        if stale is not None and stale == trainer:
-            for name in ("kl_stale_trainer", "kl_trainer_stale", "total_variation"):
-                getattr(scores, name)[place] = 0.0
-
-    def _add_bias(self, scores: StepScores, bias_sum: Floats) -> None:
-        scores.bias_lag_sum = bias_sum if scores.bias_lag_sum is None else scores.bias_lag_sum + bias_sum
-
-    def _states(self, path: Path, rollouts: Rollouts, wanted: Bools) -> Tensor:
-        """Hidden state before each wanted token, in token order, (wanted tokens, H)."""
-        network = self._networks.get(path)
-        sequence = rollouts.sequence_of_token
-        rows = np.unique(sequence[wanted])
-        lengths = rollouts.prompt.lengths[rows] + rollouts.response.lengths[rows]
-        destination = np.cumsum(wanted) - 1
-        out: Tensor | None = None
-        for batch in batches(lengths, self._options.max_tokens):
-            hidden = network.hidden(_pad(rollouts, rows[batch], int(lengths[batch].max())))
-            if out is None:
-                out = hidden.new_empty(int(wanted.sum()), hidden.shape[-1])
-            for at, row in enumerate(rows[batch]):
-                start, stop = rollouts.response.offsets[row], rollouts.response.offsets[row + 1]
-                tokens = start + np.flatnonzero(wanted[start:stop])
-                # The state at t predicts token t + 1, so the first response token hangs on the last prompt token.
-                source = len(rollouts.prompt[row]) + (tokens - start) - 1
-                out[torch.from_numpy(destination[tokens])] = hidden[at, torch.from_numpy(source)]
-            self._on_tokens(int(lengths[batch].sum()))
-        assert out is not None
-        return out
+                lost = int(np.isnan(getattr(scores, f"{role}_logprob")[place]).sum())
+                _count(scores.reasons, f"{own.name} gives no number (NaN weights or overflow)", lost)
 
     def _measure_noise(
-        self, scores: StepScores, rollouts: Rollouts, trainer: Path | None, sampler: Callable[[int], Path | None]
+        self, scores: StepScores, rollouts: Rollouts, mine: Bools, paths: tuple[Path | None, Path | None], count: int
     ) -> None:
         """Score a few sequences again, each alone: what the batch shape does to a score is the probe's own noise."""
+        path, before = (paths[0], scores.stale_logprob) if paths[0] else (paths[1], scores.trainer_logprob)
+        assert path is not None
         sequence = rollouts.sequence_of_token
-        scored = rollouts.loss_mask & ~np.isnan(scores.stale_logprob)
-        rows = np.unique(sequence[scored])
-        chosen = rows[np.unique(np.linspace(0, len(rows) - 1, NOISE_SEQUENCES).astype(int))] if len(rows) else rows
-        differences = []
+        rows = np.unique(sequence[mine])
+        chosen = rows[np.unique(np.linspace(0, len(rows) - 1, count).astype(int))]
         for row in chosen:
-            alone = rollouts.take(np.array([row]))
-            again = StepScores(len(alone.response.values))
-            for version in np.unique(alone.sampler_version[alone.loss_mask]):
-                mine = alone.loss_mask & (alone.sampler_version == version)
-                self._single(again, alone, mine, sampler(int(version)), None, None)
-            before = scores.stale_logprob[rollouts.response.offsets[row] : rollouts.response.offsets[row + 1]]
-            gap = again.stale_logprob - before
-            differences.append(gap[~np.isnan(gap)])
-        scores.noise = np.concatenate(differences) if differences else np.zeros(0)
+            alone = mine & (sequence == row)
+            ids = torch.from_numpy(rollouts.response.values[alone])
+            states = self._states(path, rollouts, alone, count_tokens=False)
+            bounds = (self._options.temperature, self._options.chunk_elements)
+            again = score(self._networks.get(path), states, ids.to(states.device), *bounds).logprob.cpu().numpy()
+            gap = again - before[alone]
+            scores.noise = np.concatenate([scores.noise, gap[~np.isnan(gap)]])
+
+    def _states(self, path: Path, rollouts: Rollouts, wanted: Bools, count_tokens: bool = True) -> Tensor:
+        report = self._on_tokens if count_tokens else lambda _: None
+        return hidden_states(self._networks.get(path), rollouts, wanted, self._options.max_tokens, report)
+
+    def _parts(self, path: Path | None, rollouts: Rollouts, mine: Bools) -> Iterator[Bools]:
+        """Cut tokens into runs of whole sequences whose hidden states can be held."""
+        assert path is not None
+        sequence = rollouts.sequence_of_token
+        per_row = np.bincount(sequence[mine], minlength=len(rollouts))
+        for rows in shards(per_row, self._tokens_held(path)):
+            part = mine & np.isin(sequence, rows)
+            if part.any():
+                yield part
+
+    def _tokens_held(self, path: Path) -> int:
+        weight = self._networks.get(path).weight
+        return max(1, STATE_BYTES // (weight.shape[1] * weight.element_size()))
+
+    def _usable(self, path: Path | None) -> Path | None:
+        """The path, where its network can be loaded."""
+        if path is None or path in self._unusable:
+            return None
+        try:
+            self._networks.get(path)
+        except CheckpointError as error:
+            if self._on_unusable is None:
+                raise
+            self._unusable.add(path)
+            self._on_unusable(error)
+            return None
+        return path
 
 
 def _columns(pair: PairScores) -> dict[str, Tensor]:
@@ -230,21 +231,12 @@ def _columns(pair: PairScores) -> dict[str, Tensor]:
     }
 
 
-def _pad(rollouts: Rollouts, rows: Ints, width: int) -> Tensor:
-    ids = np.zeros((len(rows), width), dtype=np.int64)
-    for at, row in enumerate(rows):
-        whole = np.concatenate([rollouts.prompt[row], rollouts.response[row]])
-        ids[at, : len(whole)] = whole
-    return torch.from_numpy(ids)
-
-
 def _count(reasons: dict[str, int], reason: str, tokens: int) -> None:
-    reasons[reason] = reasons.get(reason, 0) + tokens
+    if tokens:
+        reasons[reason] = reasons.get(reason, 0) + tokens
 
 
 def _same_vocabulary(stale: Network, trainer: Network) -> None:
-    from mismatch_probe.errors import CheckpointError
-
     if stale.vocab_size != trainer.vocab_size:
         raise CheckpointError(
             f"{stale.path} has {stale.vocab_size} output rows and {trainer.path} has {trainer.vocab_size}. "

@@ -55,14 +55,18 @@ class ClusterBootstrap:
             sums: sums of each group, (G, K); a group without data is a row of zeros.
             statistic: (..., K) -> (...), on sums over groups.
         """
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             value = float(statistic(sums.sum(axis=0)))
             filled = int((sums[:, 0] != 0).sum())
+            if math.isinf(value):
+                return Interval(math.nan, reason="its sum is beyond float64: log-ratios of hundreds of nats")
             if math.isnan(value) or filled < 2:
                 reason = "no data" if math.isnan(value) else "one prompt group has no interval"
                 return Interval(value, reason=reason)
             replicates = statistic(self._counts @ sums)
         replicates = np.sort(replicates[np.isfinite(replicates)])
+        if not len(replicates):
+            return Interval(value, reason="no finite resample")
         tail = (1 - self.confidence) / 2
         low, high = np.quantile(replicates, [tail, 1 - tail])
 

@@ -71,6 +71,11 @@ def summarise(tokens: StepTokens, bootstrap: ClusterBootstrap, previous: BiasVec
         bootstrap: over the step's prompt groups.
         previous: bias vectors of the step before, for the cosines.
     """
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite sums are refused below, with a reason
+        return _summarise(tokens, bootstrap, previous)
+
+
+def _summarise(tokens: StepTokens, bootstrap: ClusterBootstrap, previous: BiasVectors) -> Summary:
     intervals = {**_moments(tokens, bootstrap), **_ess(tokens, bootstrap)}
     values, bias = _bias(tokens, previous)
     values.update(_health(tokens))
@@ -82,6 +87,9 @@ def summarise(tokens: StepTokens, bootstrap: ClusterBootstrap, previous: BiasVec
             np.cov(tokens.split.discrepancy[known], tokens.split.lag[known], bias=True)[0, 1]
         )
     reasons = sorted({f"no interval: {i.reason}" for i in intervals.values() if i.reason and not math.isnan(i.value)})
+    beyond = sorted(name for name, interval in intervals.items() if interval.reason.startswith("its sum is beyond"))
+    if beyond:
+        reasons.append(f"{', '.join(beyond)}: {intervals[beyond[0]].reason}")
     return Summary(values, intervals, bias, places, [*([refusal] if refusal else []), *reasons])
 
 
