@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Pinned here only: the package takes any torch from 2.4 on. Empty it to keep or choose another: make demo TORCH=
+# Pinned here only: the package takes any torch from 2.4 on. A torch that is in the environment stays.
 TORCH ?= torch==2.13.0
 DEMO ?= build/demo
 
@@ -16,7 +16,7 @@ venv: $(READY)
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(if $(TORCH),$(BIN)/python -m pip install --quiet "$(TORCH)")
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(or $(TORCH),torch)"
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $(READY)
 

@@ -52,20 +52,16 @@ trainer_dtype = "float32"
 max_response_length = {max_tokens}
 checkpoints = "checkpoints/step_{{version:06d}}"
 """
-SHOWN = ("discrepancy_mean_abs", "discrepancy_rms", "discrepancy_k3", "discrepancy_mean_weight")
-SHOWN += ("lag_rms", "log_ratio_rms", "ess_discrepancy_sequence", "ess_lag_sequence", "prefix_kl_stale_trainer")
-SHOWN += ("noise_floor_rms",)
+SHOWN = (
+    *("discrepancy_mean_abs", "discrepancy_rms", "discrepancy_k3", "discrepancy_mean_weight", "lag_rms"),
+    *("log_ratio_rms", "ess_discrepancy_sequence", "ess_lag_sequence", "prefix_kl_stale_trainer", "noise_floor_rms"),
+)
 
 
 def sample(checkpoint: Path) -> list[dict[str, Any]]:
     """Rows of the native layout: ``SAMPLES`` responses to each prompt, at temperature 1 with nothing cut off."""
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_NO_USAGE_STATS="1",
-    )
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -88,21 +84,13 @@ def sample(checkpoint: Path) -> list[dict[str, Any]]:
     params = [SamplingParams(seed=seed, **common) for seed in range(len(prompts))]
     requests = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
     rows = []
-    for at, request in enumerate(requests):
-        output = request.outputs[0]
-        ids = list(output.token_ids)
-        rows.append(
-            {
-                "sequence_id": f"{at // SAMPLES}-{at % SAMPLES}",
-                "group_id": str(at // SAMPLES),
-                "prompt_ids": prompts[at],
-                "response_ids": ids,
-                "sampler_logprobs": [entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)],
-                "loss_mask": [True] * len(ids),
-                "sampler_version": 0,
-                "finish_reason": output.finish_reason,
-            }
-        )
+    for at, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+        ids = list(request.outputs[0].token_ids)
+        entries = zip(ids, request.outputs[0].logprobs, strict=True)
+        row = {"sequence_id": f"{at // SAMPLES}-{at % SAMPLES}", "group_id": str(at // SAMPLES)}
+        row |= {"prompt_ids": prompt, "response_ids": ids, "loss_mask": [True] * len(ids), "sampler_version": 0}
+        row["sampler_logprobs"] = [entry[token].logprob for token, entry in entries]
+        rows.append(row | {"finish_reason": request.outputs[0].finish_reason})
     return rows
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from mismatch_probe.cli import main
+from mismatch_probe.entry import main
 
 sys.exit(main())

@@ -44,23 +44,40 @@ def _print_result(run_dir: Path, output: Path | None) -> None:
     console = stdout()
     console.print(decomposition_table(steps))
     console.print()
-    floor = float(steps["noise_floor_rms"].max())
     console.print(
         "D numerics, L stale weights: nats a token. token, seq, prompt: ESS of the lag. KL: prefix KL(pi_s || pi). "
-        + (f"The probe's own noise in a log-prob: rms {nats(floor)} nats." if floor == floor else ""),
+        f"{_noise_sentence(steps)}",
         style="dim",
     )
-    console.print(_bias_sentence(steps.iloc[-1]), style="dim")
+    console.print(_bias_sentence(steps), style="dim")
     report = ess_report(steps, analysis.name, options["level"], options["threshold"], options["confidence"])
     console.print()
     console.print(report.verdict, style="bold")
+    console.print(report.numerics)
 
 
-def _bias_sentence(step: pd.Series) -> str:
-    """Size and persistence of the score bias at the last step, in words."""
+def _noise_sentence(steps: pd.DataFrame) -> str:
+    """The probe's own noise, and on how many tokens it was measured."""
+    tokens = int(steps["noise_floor_tokens"].sum())
+    if not tokens:
+        return ""
+    floor = nats(float(steps["noise_floor_max"].max()))
+    return f"The probe's own noise in a log-prob, batched against alone: at most {floor} nats ({tokens:,} tokens)."
+
+
+def _bias_sentence(steps: pd.DataFrame) -> str:
+    """Size, noise and persistence of the score bias at the last step that has one."""
     parts = []
     for part, symbol in (("discrepancy", "D"), ("lag", "L")):
+        known = steps[steps[f"bias_{part}_norm"].notna()]
+        if known.empty:
+            continue
+        step = known.iloc[-1]
+        if step[f"bias_{part}_norm"] == 0:
+            parts.append(f"{symbol} 0 (step {step['step']})")
+            continue
         cosine = step[f"bias_{part}_cosine_previous"]
-        kept = f" (cosine with the step before {cosine:.2f})" if cosine == cosine else ""
-        parts.append(f"{symbol} {nats(step[f'bias_{part}_tv'])}{kept}")
-    return f"Score bias at step {step['step']}, total variation: {', '.join(parts)}."
+        kept = f", cosine {cosine:.2f} with the step before" if cosine == cosine else ""
+        mean = f"mean vector {step[f'bias_{part}_norm']:.1e} +- {step[f'bias_{part}_noise']:.1e}{kept}"
+        parts.append(f"{symbol} {nats(step[f'bias_{part}_tv'])} (step {step['step']}; {mean})")
+    return f"Score bias, total variation: {'; '.join(parts)}." if parts else "Score bias: null."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from mismatch_probe.assemble import Judgement, halves, join, step_row
 from mismatch_probe.checkpoints.describe import digest
 from mismatch_probe.errors import BadFileError, CheckpointError, NothingToJudgeError, UsageError
 from mismatch_probe.folder import Staging
-from mismatch_probe.resolve import StepCheckpoints, semantic_reasons
+from mismatch_probe.resolve import StepCheckpoints, semantic_reasons, set_aside
 from mismatch_probe.rows import place_rows, sequence_rows, token_table
 from mismatch_probe.run import Rejected, Rollouts, Run, Step
 from mismatch_probe.scoring.network import ScoringOptions
@@ -195,20 +195,11 @@ class _Job:
         return scores
 
     def _set_aside(self, rollouts: Rollouts, checkpoints: StepCheckpoints, step: Step) -> Rollouts:
-        """Set aside the sequences that the checkpoints cannot take."""
-        misfits = checkpoints.misfits(rollouts)
-        if not misfits:
-            return rollouts
-        refused = [
-            Rejected(
-                step.index, rollouts.origin[row][0], rollouts.origin[row][1], str(rollouts.sequence_id[row]), reason
-            )
-            for row, reason in misfits.items()
-        ]
-        if self._options.strict:
-            raise BadFileError(refused[0].file, refused[0].row, refused[0].reason, "Drop --strict to set it aside")
-        kept = rollouts.take(np.array([row for row in range(len(rollouts)) if row not in misfits], dtype=np.int64))
-        return replace(kept, rejected=(*rollouts.rejected, *refused))
+        kept = set_aside(rollouts, checkpoints, step.index)
+        if self._options.strict and len(kept.rejected) > len(rollouts.rejected):
+            first = kept.rejected[len(rollouts.rejected)]
+            raise BadFileError(first.file, first.row, first.reason, "Drop --strict to set it aside")
+        return kept
 
     def _say_unusable(self, error: CheckpointError) -> None:
         self._say(f"{error}. Left out")

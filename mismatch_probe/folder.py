@@ -50,6 +50,17 @@ class Staging:
     def __enter__(self) -> Staging:
         self._created = not self.folder.exists()
         try:
+            self._open()
+        except BaseException:
+            # Not the other process's staging: that one is locked and in use.
+            if self._owned:
+                self._close(failed=True)
+            raise
+        return self
+
+    def _open(self) -> None:
+        self._owned = False
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / "lock").open("w")
         except OSError as error:
@@ -60,10 +71,10 @@ class Staging:
         except OSError:
             self._lock.close()
             raise UsageError(f"{self.folder}: another decompose is writing here. Wait for it, or choose -o") from None
+        self._owned = True
         for leftover in self.path.iterdir():
             if leftover.name != "lock":
                 _remove(leftover)
-        return self
 
     def write_json(self, name: str, content: Any) -> None:
         """Write one JSON file, keys sorted.
@@ -109,9 +120,12 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close(failed=kind is not None)
+
+    def _close(self, failed: bool) -> None:
         self._lock.close()
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._created and kind is not None:
+        if self._created and failed:
             # Only an empty folder goes: whatever else came into it meanwhile is not ours.
             with contextlib.suppress(OSError):
                 self.folder.rmdir()

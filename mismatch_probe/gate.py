@@ -50,7 +50,9 @@ class Check:
         judged = f"{self.steps_judged} steps judged" + (f", {null} null" if null else "")
         if self.outcome is Outcome.PASSED:
             return f"{self.name}: {worst}, {judged}"
-        return f"{self.name}: {worst}; {self.steps_failing} steps fail, first {self.first_failing_step}; {judged}"
+        return (
+            f"{self.name}: {worst}; {self.steps_failing} steps fail, first at step {self.first_failing_step}; {judged}"
+        )
 
 
 def run_checks(steps: pd.DataFrame, thresholds: Thresholds) -> list[Check]:

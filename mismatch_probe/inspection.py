@@ -8,11 +8,19 @@ from pathlib import Path
 import numpy as np
 
 from mismatch_probe.cost import PassCost, seconds
-from mismatch_probe.resolve import StepCheckpoints, semantic_reasons
+from mismatch_probe.resolve import StepCheckpoints, semantic_reasons, set_aside
 from mismatch_probe.run import UNKNOWN_VERSION, Rejected, Rollouts, Run
 
 QUANTITIES = ("discrepancy", "lag", "log_ratio", "full_vocabulary")
 """What can be known of a token: D, L, d, and the exact KL, total variation and bias of the lag."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Something a step lacks; ``where`` it was looked for, empty where it has no place."""
+
+    what: str
+    where: str
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class StepInspection:
     trainer_checkpoint: bool
     sampler_checkpoints: int
     can: dict[str, float]
-    missing: tuple[str, ...]
+    missing: tuple[Missing, ...]
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ def inspect_run(run: Run, max_tokens: int = 16384) -> Inspection:
         rollouts = step.load()
         trainer_version = run.trainer_version(step.index)
         checkpoints = StepCheckpoints(run, rollouts, trainer_version, tolerant=True)
+        rollouts = set_aside(rollouts, checkpoints, step.index)
         for description in checkpoints.descriptions:
             described[description.path] = PassCost(description.parameters, description.vocab_size, description.bytes)
             architecture, parameters = description.architecture, description.parameters
@@ -161,23 +170,23 @@ def _missing(
     checkpoints: StepCheckpoints,
     there: dict[int, bool],
     all_sampled: bool,
-) -> list[str]:
-    missing = []
+) -> list[Missing]:
+    missing: list[Missing] = []
     if not len(rollouts):
-        missing.append("rows that fit")
+        missing.append(Missing("rows that fit", ""))
     if not all_sampled:
-        missing.append("sampler log-probs of some or all tokens")
+        missing.append(Missing("sampler log-probs of some or all tokens", ""))
     if run.trainer_checkpoints is None:
-        missing.append("sampler versions and checkpoints")
+        missing.append(Missing("sampler versions and checkpoints", ""))
         return missing
     if checkpoints.trainer is None:
-        missing.append(f"trainer checkpoint {_relative(run, run.trainer_checkpoints.path(trainer_version))}")
+        missing.append(Missing("trainer checkpoint", _relative(run, run.trainer_checkpoints.path(trainer_version))))
     pattern = run.sampler_checkpoints or run.trainer_checkpoints
     for version, found in there.items():
         if version == UNKNOWN_VERSION:
-            missing.append("sampler_version of some or all tokens")
+            missing.append(Missing("sampler_version of some or all tokens", ""))
         elif not found:
-            missing.append(f"sampler checkpoint {_relative(run, pattern.path(version))}")
+            missing.append(Missing("sampler checkpoint", _relative(run, pattern.path(version))))
     return missing
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from mismatch_probe.checkpoints.describe import Description, describe
 from mismatch_probe.errors import CheckpointError
-from mismatch_probe.run import Rollouts, Run
+from mismatch_probe.run import Rejected, Rollouts, Run
 
 
 class StepCheckpoints:
@@ -87,6 +88,20 @@ class StepCheckpoints:
             self.problems.append(str(error))
             return None
         return path
+
+
+def set_aside(rollouts: Rollouts, checkpoints: StepCheckpoints, step: int) -> Rollouts:
+    """The sequences that the checkpoints can take; the others join the rejected rows, with file, row and reason."""
+    misfits = checkpoints.misfits(rollouts)
+    if not misfits:
+        return rollouts
+    refused = tuple(
+        Rejected(step, file, number, str(rollouts.sequence_id[row]), misfits[row])
+        for row, (file, number) in enumerate(rollouts.origin)
+        if row in misfits
+    )
+    kept = rollouts.take(np.array([row for row in range(len(rollouts)) if row not in misfits], dtype=np.int64))
+    return replace(kept, rejected=(*rollouts.rejected, *refused))
 
 
 def semantic_reasons(run: Run) -> list[str]:

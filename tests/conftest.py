@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from mismatch_probe.cli import main
+from mismatch_probe.entry import main
 from tests.planted import Planted, plant
 
 torch.set_num_threads(1)

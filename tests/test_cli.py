@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from mismatch_probe import __version__
-from mismatch_probe.cli import app, main
+from mismatch_probe.cli import app
+from mismatch_probe.entry import main
 from mismatch_probe.errors import ExitCode
-from mismatch_probe.inspection import inspect_run
+from mismatch_probe.inspection import Missing, inspect_run
 from mismatch_probe.readers import open_run
-from tests.planted import Planted
+from tests.conftest import SAMPLE
+from tests.planted import Planted, write_rows, write_toml
 
 COMMANDS = ("inspect", "decompose", "ess-report", "plot", "gate")
 
@@ -49,7 +51,7 @@ def test_help_takes_under_a_third_of_a_second() -> None:
 @pytest.mark.parametrize("command", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_no_torch(command: list[str]) -> None:
     heavy = ("torch", "transformers", "pandas", "matplotlib", "pyarrow")
-    code = f"import sys; from mismatch_probe.cli import main; main({command!r}); print(*sys.modules)"
+    code = f"import sys; from mismatch_probe.entry import main; main({command!r}); print(*sys.modules)"
     made = run_python(code)
     assert made.returncode == 0, made.stderr
     assert not set(heavy) & set(made.stdout.split("\n")[-2].split())
@@ -60,7 +62,7 @@ def test_tables_are_reported_without_torch(planted: Planted, tmp_path: Path) -> 
         arguments = [command[0], str(planted.path), *command[1:]]
         code = (
             f"import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
-            f"from mismatch_probe.cli import main; sys.exit(main({arguments!r}))"
+            f"from mismatch_probe.entry import main; sys.exit(main({arguments!r}))"
         )
         made = run_python(code)
         assert made.returncode in (0, 1), made.stderr
@@ -101,9 +103,47 @@ def test_an_interrupt_is_exit_130_and_one_line(monkeypatch: pytest.MonkeyPatch, 
 def test_inspect_says_what_is_there(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(planted.path)]) == 0
     out = capsys.readouterr().out
-    for text in ("native", "4 (0-3)", "96", "mu", "D, L, d, exact KL", "1/1 trainer", "forward passes", "(assumed)"):
+    for text in ("native", "4 (0-3)", "96", "mu", "D, L, d, KL", "pi_s pi", "forward passes", "(assumed)"):
         assert text in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("run", ["stale_run", "synced_run", "broken_sync_run"])
+def test_inspect_fits_a_terminal_of_80_columns(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(SAMPLE / run)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out and "D, L, d, KL" in out
+
+
+def test_inspect_applies_the_checkpoints_limits(planted: Planted, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(planted.path, tmp_path / "run")
+    rows = [{**row, "response_ids": [99] * len(row["response_ids"])} for row in planted.rows[1]]
+    write_rows(tmp_path / "run" / "rollouts" / "step_000001.parquet", rows)
+    write_toml(tmp_path / "run", vocab_size=100)
+    (tmp_path / "run" / "checkpoints" / "step_000003" / "model.safetensors").unlink()
+    found = inspect_run(open_run(tmp_path / "run"))
+    assert found.steps[1].sequences == 0 and found.steps[1].rejected == 24
+    assert "outside the checkpoint's vocabulary" in found.rejected[0].reason
+    assert found.steps[3].can["lag"] == 0 and any("no weights" in notice for notice in found.notices)
+
+
+def test_like_gaps_are_one_line(planted: Planted, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import shutil
+
+    shutil.copytree(planted.path, tmp_path / "run")
+    for version in (1, 2, 3):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{version:06d}")
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "missing at step 1-3: trainer checkpoint checkpoints/step_000001 and 2 more" in out
+
+
+def test_a_full_device_for_the_output_is_one_line(planted: Planted) -> None:
+    command = f"{sys.executable} -m mismatch_probe ess-report {planted.path} > /dev/full"
+    made = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=os.environ)
+    assert made.returncode == 2 and made.stderr.startswith("error: ") and "No space left" in made.stderr
 
 
 def test_inspect_json_counts_exactly(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +164,7 @@ def test_inspect_says_what_is_missing(planted: Planted, tmp_path: Path, capsys: 
     shutil.copytree(planted.path, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000002")
     found = inspect_run(open_run(tmp_path / "run"))
-    assert found.steps[2].missing == ("trainer checkpoint checkpoints/step_000002",)
+    assert found.steps[2].missing == (Missing("trainer checkpoint", "checkpoints/step_000002"),)
     assert found.steps[2].can == {"discrepancy": 1.0, "lag": 0.0, "log_ratio": 0.0, "full_vocabulary": 0.0}
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert main(["inspect", str(tmp_path / "run")]) == 5

@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from mismatch_probe.cli import main
+from mismatch_probe.entry import main
 from tests.planted import VOCAB, Planted, plant, write_rows, write_toml
 
 
@@ -446,7 +446,7 @@ def test_a_signal_ends_it_tidily(run: Planted, number: signal.Signals) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    while process.poll() is None and not (run.path / "out" / ".staging").exists():
+    while process.poll() is None and not (run.path / "out" / ".staging" / "tokens").exists():
         time.sleep(0.01)
     process.send_signal(number)
     _, error = process.communicate()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mismatch_probe.cli import main
 from mismatch_probe.config import Thresholds, load_thresholds
+from mismatch_probe.entry import main
 from mismatch_probe.errors import BadFileError, NothingToJudgeError, UsageError
 from mismatch_probe.gate import Outcome, run_checks
 from tests.planted import Planted
@@ -41,7 +41,7 @@ def test_the_lowest_ess_decides_and_the_first_failing_step_is_named() -> None:
     assert (check.outcome, check.value, check.step, check.first_failing_step) == (Outcome.FAILED, 0.2, 12, 11)
     assert (check.steps_failing, check.steps_judged) == (2, 4)
     assert other.outcome is Outcome.PASSED
-    assert "2 steps fail, first 11; 4 steps judged" in check.sentence()
+    assert "2 steps fail, first at step 11; 4 steps judged" in check.sentence()
 
 
 def test_each_threshold_fails_on_its_own() -> None:

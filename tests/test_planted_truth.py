@@ -8,7 +8,7 @@ import pytest
 import torch
 from polgrad.diagnostics import importance_ess
 
-from mismatch_probe.cli import main
+from mismatch_probe.entry import main
 from tests.planted import Planted, plant
 
 TOLERANCE = 1e-6

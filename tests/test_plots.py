@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
-from mismatch_probe.cli import main
+from mismatch_probe.entry import main
 from mismatch_probe.folder import Analysis, open_analysis
 from mismatch_probe.reporters.plot_style import RED
 from mismatch_probe.reporters.plots import FIGURES, plot_decomposition, plot_ess, plot_prefix_kl

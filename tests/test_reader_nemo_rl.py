@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from mismatch_probe.cli import main
+from mismatch_probe.entry import main
 from mismatch_probe.errors import InputError, NothingToJudgeError
 from mismatch_probe.readers import ReadOptions, open_run
 
@@ -141,3 +141,15 @@ def test_inspect_needs_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["inspect", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "nemo-rl" in out and "nothing to score" in out
+
+
+def test_rewards_of_the_filtered_batch_win(tmp_path: Path) -> None:
+    entry = line(np.random.default_rng(10), 0, rewards=[9.0], filtered_rewards=[1.0])
+    assert open_run(write(tmp_path, [entry])).steps[0].load().reward.tolist() == [1.0]
+
+
+def test_exact_zeros_are_said(tmp_path: Path) -> None:
+    entry = line(np.random.default_rng(11), 0)
+    entry["generation_logprobs"][0][3] = 0.0
+    rollouts = open_run(write(tmp_path, [entry])).steps[0].load()
+    assert "exactly 0.0 at 1 loss tokens" in rollouts.notices[0] and rollouts.sampler_logprob[0] == 0.0

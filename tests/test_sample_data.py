@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mismatch_probe.cli import main
+from mismatch_probe.entry import main
 from mismatch_probe.readers import open_run
 from tests.conftest import SAMPLE
 
@@ -120,10 +120,12 @@ def test_in_flight_tokens_fit_the_version_that_is_recorded(tmp_path: Path) -> No
         assert own < other / 2
 
 
-def test_broken_sync_run_is_a_new_body_under_an_old_head(tmp_path: Path) -> None:
+def test_broken_sync_run_is_a_new_body_under_an_old_head(tmp_path: Path, capsys) -> None:
     """By its labels the run is on-policy; the engine's log-probs are those of the new body and version 0's head."""
     folder = analysed("broken_sync_run", tmp_path)
     table = steps(folder)
+    assert main(["ess-report", "-o", str(folder)]) == 0
+    assert "look for a sync or logging fault" in " ".join(capsys.readouterr().out.split())
     assert (table["lag_rms"] == 0).all() and (table["ess_lag_sequence"] == 1).all()
     assert table["discrepancy_mean_abs"].is_monotonic_increasing
     assert table["discrepancy_mean_abs"][40] > 10 * table["discrepancy_mean_abs"][0]

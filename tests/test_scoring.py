@@ -57,7 +57,7 @@ def test_masked_tokens_are_not_scored(tmp_path: Path) -> None:
         assert (np.isnan(getattr(scores, name)) == ~rollouts.loss_mask).all()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma2", "mixtral"])
 def test_batch_shape_and_order_never_change_a_score(tmp_path: Path, kind: str) -> None:
     save_model(tmp_path / "one", kind, seed=1)
     save_model(tmp_path / "two", kind, seed=2)
@@ -182,34 +182,39 @@ def test_batches_respect_the_budget_and_lose_no_row() -> None:
 
 _MEASURE = """
 import resource, sys
+from pathlib import Path
 import torch
 from mismatch_probe.scoring.head import compare
+from mismatch_probe.scoring.network import Network, ScoringOptions
 torch.set_num_threads(1)
-V, H, tokens, chunk = 150_000, 16, int(sys.argv[1]), 1 << 21
-
-class Head:
-    vocab_size = V
-    def __init__(self, seed):
-        self.weight = torch.randn(V, H, generator=torch.Generator().manual_seed(seed))
-    def logits(self, hidden):
-        return hidden @ self.weight.T
-
-heads = Head(0), Head(1)
-hidden = [torch.randn(tokens, H) for _ in heads]
-ids = torch.randint(0, V, (tokens,))
+tokens, folder, dtype = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+options = ScoringOptions(device="cpu", dtype=dtype)
+nets = [Network(folder / name, options) for name in ("one", "two")]
+ids = torch.randint(0, nets[0].vocab_size, (tokens,))
+hidden = [net.hidden(ids[None])[0] for net in nets]
+for net, states in zip(nets, hidden):
+    net.logits(states[:1])  # what a network keeps for itself is not the reduction's
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-pair = compare((heads[0], hidden[0]), (heads[1], hidden[1]), ids, ids % 2, 1.0, chunk)
+pair = compare((nets[0], hidden[0]), (nets[1], hidden[1]), ids, ids % 2, 1.0, 1 << 21)
 assert pair.kl_stale_trainer.isfinite().all()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
-def test_memory_over_the_vocabulary_is_bounded_by_the_chunk() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_over_the_vocabulary_is_bounded_by_the_chunk(tmp_path: Path, dtype: str) -> None:
     """Peak memory at a 150,000-word vocabulary: a few chunks (2^21 entries, 16 MB in float64), whatever the tokens."""
+    for seed, name in enumerate(("one", "two")):
+        small = {"vocab_size": 150_000, "hidden_size": 16, "head_dim": 4, "num_hidden_layers": 1}
+        save_model(tmp_path / name, "qwen3", seed=seed, **small, max_position_embeddings=512)
     peaks = {}
     for tokens in (40, 320):
         made = subprocess.run(
-            [sys.executable, "-c", _MEASURE, str(tokens)], capture_output=True, text=True, check=True, env=os.environ
+            [sys.executable, "-c", _MEASURE, str(tokens), str(tmp_path), dtype],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ,
         )
         peaks[tokens] = float(made.stdout)
     chunk_mb = (1 << 21) * 8 / 2**20

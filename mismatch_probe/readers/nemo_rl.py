@@ -8,6 +8,7 @@ log-prob arrays is meaningless. Token ids and masks are written since v0.6.0.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import defaultdict
 from functools import partial
@@ -79,16 +80,20 @@ def _step_files(folder: Path) -> dict[int, list[Path]]:
 
 
 def _first_row(files: dict[int, list[Path]]) -> Row:
+    """The first line of the first file, without reading the rest of it."""
     for paths in files.values():
-        rows = jsonl_rows(paths[0], on_torn=lambda *_: None, on_bad=lambda *_: None)
-        for _, row in rows:
-            return row
+        try:
+            with paths[0].open("rb") as stream:
+                row = json.loads(stream.readline())
+        except (OSError, ValueError):
+            return {}
+        return row if isinstance(row, dict) else {}
     return {}
 
 
 def _load(step: int, files: tuple[Path, ...], root: Path, options: ReadOptions) -> Rollouts:
     builder = RowBuilder(step, root, None, options)
-    not_computed = 0
+    not_computed = zeros = 0
     for file in files:
 
         def on_bad(number: int, reason: str, file: Path = file) -> None:
@@ -101,11 +106,17 @@ def _load(step: int, files: tuple[Path, ...], root: Path, options: ReadOptions) 
                 builder.reject(file, number, None, f"not a NeMo-RL sample: {error}")
                 continue
             not_computed += row["trainer_logprobs"] is None
+            zeros += int(((row["sampler_logprobs"] == 0.0) & (row["loss_mask"] > 0)).sum())
             builder.add(row, file, number)
     if not_computed:
         builder.notice(
             f"step {step}: prev_logprobs is all 0.0 in {not_computed} rows, which NeMo-RL writes when it skips that "
             "pass; taken as absent. Set loss_fn.force_on_policy_ratio=false to have it computed"
+        )
+    if zeros:
+        builder.notice(
+            f"step {step}: generation_logprobs is exactly 0.0 at {zeros} loss tokens: a probability that rounds to 1, "
+            "or NeMo-RL's filler where the engine returned none; kept as logged"
         )
     return builder.build()
 
@@ -147,5 +158,6 @@ def _native(step: int, number: int, line: Row) -> Row:
         "trainer_logprobs": None if prev is None else prev[start:],
         "loss_mask": (mask[start:] > 0).astype(np.float64),
         "advantages": None if arrays["advantages"] is None else arrays["advantages"][start:],
-        "reward": value("rewards"),
+        # Under dynamic sampling `rewards` is the batch before filtering, and its rows are not these.
+        "reward": value("filtered_rewards", value("rewards")),
     }

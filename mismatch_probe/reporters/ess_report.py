@@ -12,6 +12,7 @@ from rich.text import Text
 from mismatch_probe.reporters.format import to_json, with_interval
 from mismatch_probe.reporters.terminal import STATUS_STYLE, plain_table
 from mismatch_probe.stats.breakdown import LEVELS, RATIOS, StepEss, first_breakdown, verdict
+from mismatch_probe.stats.levels import StepDiscrepancy, discrepancy_sentence
 
 _MEANING = {
     "lag": "Lag, pi / pi_s: stale weights alone. Breakdown is judged here.",
@@ -29,6 +30,12 @@ class EssReport:
     threshold: float
     confidence: float
     ess: dict[str, dict[str, list[StepEss]]]
+    discrepancy: list[StepDiscrepancy]
+
+    @property
+    def numerics(self) -> str:
+        """What the discrepancy says."""
+        return discrepancy_sentence(self.discrepancy)
 
     @property
     def judged(self) -> list[StepEss]:
@@ -51,11 +58,15 @@ def ess_report(steps: pd.DataFrame, run: str, level: str, threshold: float, conf
 
     def column(ratio: str, level: str) -> list[StepEss]:
         name = f"ess_{ratio}_{level}"
-        parts = steps[["step", name, f"{name}_ci_low", f"{name}_ci_high"]]
+        tokens = {"lag": "tokens_with_lag", "discrepancy": "tokens_with_discrepancy", "total": "tokens"}[ratio]
+        count = {"token": tokens, "sequence": "sequences", "prompt": "groups"}[level]
+        parts = steps[["step", name, f"{name}_ci_low", f"{name}_ci_high", count]]
         return [StepEss(int(step), *map(float, numbers)) for step, *numbers in parts.itertuples(index=False)]
 
     ess = {ratio: {lvl: column(ratio, lvl) for lvl in LEVELS} for ratio in RATIOS}
-    return EssReport(run, level, threshold, confidence, ess)
+    parts = steps[["step", "discrepancy_rms", "discrepancy_k3"]].itertuples(index=False)
+    discrepancy = [StepDiscrepancy(int(step), float(rms), float(k3)) for step, rms, k3 in parts]
+    return EssReport(run, level, threshold, confidence, ess, discrepancy)
 
 
 def print_text(report: EssReport, console: Console) -> None:
@@ -65,7 +76,7 @@ def print_text(report: EssReport, console: Console) -> None:
         headings = [f"{level} ESS" for level in LEVELS]
         table = plain_table("step", *headings, *(["status"] if ratio == "lag" else []), left=(0, 4))
         for at, judged in enumerate(report.judged):
-            cells = [with_interval(s.value, s.low, s.high) for s in (report.ess[ratio][lvl][at] for lvl in LEVELS)]
+            cells = [with_interval(s.value, s.low, s.high, s.n) for s in (report.ess[ratio][lvl][at] for lvl in LEVELS)]
             status = judged.status(report.threshold)
             mark = [Text(status, style=STATUS_STYLE[status])] if ratio == "lag" else []
             table.add_row(str(judged.step), *cells, *mark)
@@ -74,17 +85,18 @@ def print_text(report: EssReport, console: Console) -> None:
     console.print(Text(_footnote(report), style="dim"))
     console.print()
     console.print(Text(report.verdict, style="bold"))
+    console.print(Text(report.numerics))
 
 
 def to_markdown(report: EssReport) -> str:
     """The same as Markdown."""
-    lines = [f"### ESS of {report.run}", "", report.verdict, ""]
+    lines = [f"### ESS of {report.run}", "", report.verdict, "", report.numerics, ""]
     for ratio in RATIOS:
         status = ["status"] if ratio == "lag" else []
         heads = ["step", *(f"{level} ESS" for level in LEVELS), *status]
         lines += [f"**{_MEANING[ratio]}**", "", f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
         for at, judged in enumerate(report.judged):
-            cells = [with_interval(s.value, s.low, s.high) for s in (report.ess[ratio][lvl][at] for lvl in LEVELS)]
+            cells = [with_interval(s.value, s.low, s.high, s.n) for s in (report.ess[ratio][lvl][at] for lvl in LEVELS)]
             mark = [str(judged.status(report.threshold))] if ratio == "lag" else []
             lines.append(f"| {' | '.join([str(judged.step), *cells, *mark])} |")
         lines.append("")
@@ -107,6 +119,7 @@ def as_json(report: EssReport) -> str:
             "confidence": report.confidence,
             "first_breakdown_step": None if first is None else first.step,
             "verdict": report.verdict,
+            "numerics": report.numerics,
             "steps": steps,
         }
     )
@@ -120,5 +133,6 @@ def _footnote(report: EssReport) -> str:
     return (
         f"Kish ESS of raw weights as a share of n, with {report.confidence:.0%} intervals over prompt groups. "
         "sequence: product over the response; prompt: mean of a group's sequence weights. "
+        "<: below 5/n, where the estimate is biased upwards. "
         f"Breakdown: {report.level} ESS of the lag below {report.threshold:g}."
     )

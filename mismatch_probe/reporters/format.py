@@ -18,10 +18,15 @@ def nats(value: float) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 100 else f"{value:.1e}"
 
 
-def share(value: float) -> str:
-    """An ESS: three decimals, enough to tell 0.499 from 0.500, and never a false 0 or 1."""
+def share(value: float, n: float = math.inf) -> str:
+    """An ESS: three decimals, enough to tell 0.499 from 0.500, and never a false 0 or 1.
+
+    Below 5/n the plug-in estimate is biased upwards beyond use: only the bound is shown.
+    """
     if _null(value):
         return NULL
+    if value < 5 / n and value < 1:
+        return f"<{share(min(1.0, 5 / n))}".replace("<1", "<1.000")
     if value == 1:
         return "1"
     if value < 0.0005:
@@ -29,9 +34,9 @@ def share(value: float) -> str:
     return ">.999" if value > 0.9995 else f"{value:.3f}".removeprefix("0")
 
 
-def with_interval(value: float, low: float, high: float) -> str:
-    """An ESS with its interval."""
-    return share(value) if _null(low) else f"{share(value)} [{share(low)}, {share(high)}]"
+def with_interval(value: float, low: float, high: float, n: float = math.inf) -> str:
+    """An ESS of n weights with its interval."""
+    return share(value, n) if _null(low) else f"{share(value, n)} [{share(low, n)}, {share(high)}]"
 
 
 def to_json(content: Any) -> str:
@@ -56,14 +61,20 @@ def size(count: float) -> str:
 
 
 def ranges(numbers: list[int]) -> str:
-    """Ascending integers with runs joined: 0-3, 7."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}-{part[-1]}" if part[0] != part[-1] else f"{part[0]}" for part in parts)
+    """Ascending integers, runs of one stride joined: 0-3, 7, 10-40:10."""
+    parts = []
+    at = 0
+    while at < len(numbers):
+        stride = numbers[at + 1] - numbers[at] if at + 1 < len(numbers) else 1
+        end = at
+        while end + 1 < len(numbers) and numbers[end + 1] - numbers[end] == stride:
+            end += 1
+        if end - at < (1 if stride == 1 else 2):
+            end = at
+        every = f":{stride}" if stride > 1 else ""
+        parts.append(f"{numbers[at]}-{numbers[end]}{every}" if end > at else f"{numbers[at]}")
+        at = end + 1
+    return ", ".join(parts)
 
 
 def _null(value: float | None) -> bool:

@@ -13,7 +13,7 @@ from mismatch_probe.inspection import QUANTITIES, Inspection, StepInspection
 from mismatch_probe.reporters.format import NULL, duration, ranges, size, to_json
 from mismatch_probe.reporters.terminal import plain_table
 
-_NAMES = {"discrepancy": "D", "lag": "L", "log_ratio": "d", "full_vocabulary": "exact KL"}
+_NAMES = {"discrepancy": "D", "lag": "L", "log_ratio": "d", "full_vocabulary": "KL"}
 
 
 def print_text(found: Inspection, console: Console) -> None:
@@ -45,8 +45,9 @@ def as_json(found: Inspection) -> str:
 
 
 _LEGEND = (
-    "logged: mu sampler, pi trainer log-probs. checkpoints: sampler versions found/needed, and whether the trainer's "
-    "is there. computes: D engine numerics, L stale weights, d their sum, exact KL over the vocabulary."
+    "logged: log-probs of the sampler (mu) and of the trainer (pi). weights: checkpoints of the sampler's versions "
+    "(pi_s) and of the trainer's (pi). computes: D engine numerics, L stale weights, d their sum, KL exactly over the "
+    "vocabulary; a share where only some tokens allow it."
 )
 
 
@@ -68,9 +69,10 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _steps_table(found: Inspection) -> Table:
-    table = plain_table(
-        "steps", "sequences", "tokens", "versions", "logged", "checkpoints", "computes", left=(0, 3, 4, 5, 6)
-    )
+    heads = ("steps", "seqs", "tokens", "versions", "logged", "weights", "computes")
+    table = plain_table(*heads, left=(0, 3, 4, 5, 6))
+    for column in (0, 3, 6):
+        table.columns[column].no_wrap = False
     for _, members in groupby(found.steps, key=_signature):
         alike = list(members)
         versions = sorted({version for step in alike for version in step.versions})
@@ -96,7 +98,10 @@ def _logged(step: StepInspection) -> str:
 
 
 def _checkpoints(step: StepInspection) -> str:
-    return f"{step.sampler_checkpoints}/{len(step.versions)} {'trainer' if step.trainer_checkpoint else 'no trainer'}"
+    sampler = "pi_s" if step.versions and step.sampler_checkpoints == len(step.versions) else ""
+    if not sampler and step.sampler_checkpoints:
+        sampler = f"pi_s {step.sampler_checkpoints}/{len(step.versions)}"
+    return " ".join(filter(None, (sampler, "pi" if step.trainer_checkpoint else ""))) or "none"
 
 
 def _computes(step: StepInspection) -> str:
@@ -105,10 +110,20 @@ def _computes(step: StepInspection) -> str:
 
 
 def _missing(found: Inspection) -> list[str]:
+    """One line a kind, however many steps lack it."""
+    steps: dict[str, list[int]] = {}
+    places: dict[str, list[str]] = {}
+    for step in found.steps:
+        for missing in step.missing:
+            if step.step not in steps.setdefault(missing.what, []):
+                steps[missing.what].append(step.step)
+            if missing.where and missing.where not in places.setdefault(missing.what, []):
+                places[missing.what].append(missing.where)
     lines = []
-    for missing, members in groupby(found.steps, key=lambda step: step.missing):
-        if missing:
-            lines.append(f"missing at step {ranges([step.step for step in members])}: {'; '.join(missing)}")
+    for what, numbers in steps.items():
+        where = places.get(what, [])
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        lines.append(f"missing at step {ranges(numbers)}: {what}{f' {where[0]}{more}' if where else ''}")
     return lines
 
 

@@ -71,12 +71,13 @@ def draw_lines(
     for line in lines:
         value = columns[line.column]
         unknown = pd.Series(np.nan, index=steps.index)  # some columns have no interval
-        low, high = (steps.get(f"{line.column}_ci_{end}", unknown).to_numpy(dtype=float) for end in ("low", "high"))
+        ends = (steps.get(f"{line.column}_ci_{end}", unknown) for end in ("low", "high"))
+        low, high = (np.asarray(end, dtype=np.float64) for end in ends)
         if logarithmic:
             value, low, high = (np.where(part > 0, part, np.nan) for part in (value, low, high))
-        axes.fill_between(step, low, high, color=line.colour, alpha=0.18, linewidth=0)
+        axes.fill_between(*_wide(step, low, high), color=line.colour, alpha=0.18, linewidth=0)
         axes.plot(step, value, color=line.colour, marker="o", markersize=2.8, zorder=3)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlim(step.min() - 0.5, step.max() + 0.5)
     if logarithmic:
         axes.set_yscale("log")
@@ -85,6 +86,13 @@ def draw_lines(
         axes.set_ylim(bottom=0)
     if label:
         _label_ends(axes, step, lines, columns)
+
+
+def _wide(step: Ints, *series: Floats) -> list[Any]:
+    """A single step is drawn as a short stretch: a band of no width would not be seen."""
+    if len(step) != 1:
+        return [step, *series]
+    return [np.array([step[0] - 0.15, step[0] + 0.15]), *(np.repeat(values, 2) for values in series)]
 
 
 def _note_zeros(axes: Axes, step: Ints, lines: Sequence[Line], columns: dict[str, Floats]) -> None:
@@ -157,13 +165,15 @@ def draw_quantiles(axes: Axes, values: pd.DataFrame, part: str, colour: str) -> 
     quantiles = grouped.quantile(np.array(_QUANTILES)).unstack()
     steps = quantiles.index.to_numpy()
     for low, high, alpha in _BANDS:
-        axes.fill_between(steps, quantiles[low], quantiles[high], color=colour, alpha=alpha, linewidth=0)
-    axes.plot(steps, quantiles[0.5], color=colour, linewidth=1.4)
+        band = _wide(steps, quantiles[low].to_numpy(), quantiles[high].to_numpy())
+        axes.fill_between(*band, color=colour, alpha=alpha, linewidth=0)
+    places, middle = _wide(steps, quantiles[0.5].to_numpy())
+    axes.plot(places, middle, color=colour, linewidth=1.4)
     for extreme in (grouped.min(), grouped.max()):
         axes.plot(extreme.index, extreme, linestyle="none", marker=".", markersize=3, color=colour)
     axes.axhline(0, color=GREY, linewidth=0.8, zorder=1)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.margins(x=0.03)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlim(steps.min() - 0.5, steps.max() + 0.5)
     if not values[part].any():
         axes.set_ylim(-1, 1)
         axes.text(0.5, 0.6, "zero at every token", transform=axes.transAxes, ha="center", color=GREY)

@@ -180,9 +180,13 @@ def plot_bias(analysis: Analysis, level: str, threshold: float) -> Figure | None
     upper.set_ylabel("total variation, mean")
     cosines = [Line(f"bias_{part}_cosine_previous", label, colour) for part, (label, colour) in parts.items()]
     style.draw_lines(lower, steps, cosines)
+    for part, (_, colour) in parts.items():
+        lower.plot(steps["step"], steps[f"bias_{part}_split_half_cosine"], color=colour, linewidth=1, linestyle=":")
     lower.axhline(0, color=style.GREY, linewidth=0.8, zorder=1)
     lower.set_ylim(-1.05, 1.05)
-    lower.set_ylabel("cosine with the\nstep before")
+    lower.set_ylabel("cosine with the\nanalysed step before")
+    dotted = "dotted: between halves of the prompt groups (near 0, the direction is noise)"
+    lower.text(0.01, 0.03, dotted, transform=lower.transAxes, color=style.GREY, fontsize=7.5)
     lower.set_xlabel("training step")
     broken = _breakdown_steps(analysis, level, threshold)
     style.mark_breakdown((upper, lower), broken, style.breakdown_text(broken, level, threshold))

@@ -49,9 +49,9 @@ def decomposition_table(steps: pd.DataFrame) -> Table:
             nats(row["discrepancy_rms"]),
             nats(row["lag_mean"]),
             nats(row["lag_rms"]),
-            share(row["ess_lag_token"]),
-            share(row["ess_lag_sequence"]),
-            share(row["ess_lag_prompt"]),
+            share(row["ess_lag_token"], row["tokens_with_lag"]),
+            share(row["ess_lag_sequence"], row["sequences"]),
+            share(row["ess_lag_prompt"], row["groups"]),
             nats(row["prefix_kl_stale_trainer"]),
             Text(row["status"], style=STATUS_STYLE[row["status"]]),
         )

@@ -28,12 +28,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class StepEss:
-    """ESS of one step with its interval; NaN = null."""
+    """ESS of one step's n weights with its interval; NaN = null."""
 
     step: int
     value: float
     low: float
     high: float
+    n: float = math.inf
 
     def status(self, threshold: float) -> Status:
         """Compare with the threshold."""
@@ -79,7 +80,8 @@ def verdict(steps: Sequence[StepEss], level: str, threshold: float) -> str:
 
 def _with_interval(step: StepEss) -> str:
     ends = "" if math.isnan(step.low) else f" [{step.low:.3f}, {step.high:.3f}]"
-    return f"{step.value:.3f}{ends}"
+    # Below 5/n the plug-in estimate is biased upwards beyond use.
+    return f"below {5 / step.n:.3f} (5/n)" if step.value < 5 / step.n else f"{step.value:.3f}{ends}"
 
 
 def _steps(count: int) -> str:
