@@ -87,7 +87,7 @@ def sample(checkpoint: Path) -> list[dict[str, Any]]:
     for at, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         ids = list(request.outputs[0].token_ids)
         entries = zip(ids, request.outputs[0].logprobs, strict=True)
-        row = {"sequence_id": f"{at // SAMPLES}-{at % SAMPLES}", "group_id": str(at // SAMPLES)}
+        row: dict[str, Any] = {"sequence_id": f"{at // SAMPLES}-{at % SAMPLES}", "group_id": str(at // SAMPLES)}
         row |= {"prompt_ids": prompt, "response_ids": ids, "loss_mask": [True] * len(ids), "sampler_version": 0}
         row["sampler_logprobs"] = [entry[token].logprob for token, entry in entries]
         rows.append(row | {"finish_reason": request.outputs[0].finish_reason})
@@ -124,10 +124,8 @@ def show(folders: list[Path]) -> None:
     print("| | " + " | ".join(f"{folder.name}, step {step}" for folder, step in columns) + " |")
     print("|---|" + "---:|" * len(columns))
     for name in SHOWN:
-        cells = []
-        for row in columns.values():
-            low, high = row.get(f"{name}_ci_low"), row.get(f"{name}_ci_high")
-            cells.append(f"{row[name]:.4g}" + ("" if low is None else f" [{low:.4g}, {high:.4g}]"))
+        ends = [[row.get(f"{name}{end}") for end in ("", "_ci_low", "_ci_high")] for row in columns.values()]
+        cells = ["{:.4g} [{:.4g}, {:.4g}]".format(*e) if e[1] is not None else f"{e[0] or 0:.2g}" for e in ends]
         print(f"| `{name}` | " + " | ".join(cells) + " |")
 
 
