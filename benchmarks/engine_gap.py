@@ -125,7 +125,7 @@ def show(folders: list[Path]) -> None:
     print("|---|" + "---:|" * len(columns))
     for name in SHOWN:
         ends = [[row.get(f"{name}{end}") for end in ("", "_ci_low", "_ci_high")] for row in columns.values()]
-        cells = ["{:.4g} [{:.4g}, {:.4g}]".format(*e) if e[1] is not None else f"{e[0] or 0:.2g}" for e in ends]
+        cells = ["{:.5g} [{:.5g}, {:.5g}]".format(*e) if e[1] is not None else f"{e[0] or 0:.3g}" for e in ends]
         print(f"| `{name}` | " + " | ".join(cells) + " |")
 
 

@@ -237,6 +237,6 @@ def gate(
     else:
         reporter.print_text(checks, source, stdout())
     outcomes = {check.outcome for check in checks}
-    if Outcome.FAILED in outcomes:
-        return ExitCode.OK if exit_zero else ExitCode.GATE_FAILED
+    if Outcome.FAILED in outcomes and not exit_zero:
+        return ExitCode.GATE_FAILED
     return ExitCode.NOTHING_TO_JUDGE if Outcome.UNJUDGED in outcomes else ExitCode.OK

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from mismatch_probe import __version__
@@ -18,7 +19,7 @@ from mismatch_probe.checkpoints.describe import digest
 from mismatch_probe.errors import BadFileError, CheckpointError, NothingToJudgeError, UsageError
 from mismatch_probe.folder import Staging
 from mismatch_probe.resolve import StepCheckpoints, semantic_reasons, set_aside
-from mismatch_probe.rows import place_rows, sequence_rows, token_table
+from mismatch_probe.rows import place_table, sequence_rows, token_table
 from mismatch_probe.run import Rejected, Rollouts, Run, Step
 from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.score import StepScorer, StepScores
@@ -26,7 +27,7 @@ from mismatch_probe.selection import StepSelection, limit_sequences
 from mismatch_probe.stats.breakdown import DEFAULT_LEVEL, DEFAULT_THRESHOLD
 from mismatch_probe.stats.summary import BiasVectors
 from mismatch_probe.table_io import table_of, write_table
-from mismatch_probe.tables import PLACES, REJECTED, SEQUENCES, STEPS
+from mismatch_probe.tables import REJECTED, SEQUENCES, STEPS
 
 
 class Progress(Protocol):
@@ -78,12 +79,15 @@ def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progr
     with Staging(folder, overwrite) as staging:
         job = _Job(run, options, progress)
         for step in steps:
-            job.decompose_step(step, staging.path)
+            try:
+                job.decompose_step(step, staging.path)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}. Or pass --skip-bad-rows to leave its tokens out") from None
         if not job.compared:
             raise NothingToJudgeError(_nothing(run, job))
         write_table(table_of(job.step_rows, STEPS, job.provenance), staging.path / "steps.parquet")
         write_table(table_of(job.sequence_rows, SEQUENCES, job.provenance), staging.path / "sequences.parquet")
-        write_table(table_of(job.place_rows, PLACES, job.provenance), staging.path / "places.parquet")
+        write_table(pa.concat_tables(job.places), staging.path / "places.parquet")
         rejected = [asdict(row) for row in job.rejected]
         write_table(table_of(rejected, REJECTED, job.provenance), staging.path / "rejected.parquet")
         staging.write_json("run.json", job.record(steps))
@@ -113,7 +117,7 @@ class _Job:
         self._notices: list[str] = []
         self.step_rows: list[dict[str, Any]] = []
         self.sequence_rows: list[dict[str, Any]] = []
-        self.place_rows: list[dict[str, Any]] = []
+        self.places: list[pa.Table] = []
         self.rejected: list[Rejected] = []
         self.compared = False
         self.provenance = {
@@ -143,7 +147,7 @@ class _Job:
         reasons = (*semantic_reasons(self._run), *checkpoints.problems)
         row, summary = step_row(data, self._judgement, self._bias, reasons)
         self._bias = summary.bias
-        self.place_rows.extend(place_rows(step.index, summary.places))
+        self.places.append(place_table(step.index, summary.places, self.provenance))
         self.step_rows.append(row)
         self.sequence_rows.extend(sequence_rows(data))
         self.rejected.extend(rollouts.rejected)
@@ -183,8 +187,6 @@ class _Job:
             return StepScores(len(rollouts.response.values))
         try:
             scores = self._scorer.score(rollouts, halves(rollouts), checkpoints.trainer, checkpoints.sampler)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}. Or pass --skip-bad-rows to leave its tokens out") from None
         except torch.OutOfMemoryError:
             raise UsageError(
                 f"{self._scoring.torch_device()}: out of memory. Lower --max-tokens (now {self._scoring.max_tokens})"

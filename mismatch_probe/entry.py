@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import signal
 import sys
 import threading
@@ -27,14 +27,10 @@ def main(args: Sequence[str] | None = None) -> int:
             return int(error.exit_code)
         except (typer.Abort, KeyboardInterrupt):
             result = ExitCode.INTERRUPTED
-        except BrokenPipeError:
-            # The reader of our output went away (| head): nothing is wrong, and nothing more can be said.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return int(ExitCode.OK)
-        except OSError as error:
-            print_error(f"{error.filename or 'output'}: {error.strerror or error}")
-            return int(ExitCode.USAGE)
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO) and error.filename is None:
+                print_error(f"the output cannot be written ({error.strerror})")
+                return int(ExitCode.USAGE)
             if hasattr(error, "show") and hasattr(error, "exit_code"):
                 error.show()  # the option parser's own usage errors
                 return int(error.exit_code)
@@ -49,7 +45,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP (a scheduler's, a closed terminal's) end a command as Ctrl-C does: tidily."""
+    """SIGTERM and SIGHUP (a scheduler's, a closed terminal's) end a command as Ctrl-C does: tidily.
+
+    SIGPIPE ends it at once, as any command whose reader went away (``| head``); only printing writes to pipes.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -58,6 +57,7 @@ def _signals_as_interrupts() -> Iterator[None]:
         yield
         return
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         yield
     finally:

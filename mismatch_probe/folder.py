@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +21,7 @@ from mismatch_probe.table_io import STAGING, output_error, read_rows
 
 DEFAULT_NAME = "mismatch_probe"
 _PARTS = ("tokens", "sequences.parquet", "steps.parquet", "places.parquet", "rejected.parquet", "run.json")
+_ASIDE = "earlier"
 _DERIVED = ("plots", "report.html", "findings.json")
 
 
@@ -68,13 +71,23 @@ class Staging:
         try:
             # Freed by the system when the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise UsageError(f"{self.folder}: another decompose is writing here. Wait for it, or choose -o") from None
+        except OSError as error:
+            # Some network file systems have no locks: then two commands in one folder are the user's to avoid.
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                self._lock.close()
+                raise UsageError(f"{self.folder}: another decompose is writing here. Wait, or choose -o") from None
         self._owned = True
+        self._restore()
         for leftover in self.path.iterdir():
             if leftover.name != "lock":
                 _remove(leftover)
+
+    def _restore(self) -> None:
+        """Put back an analysis that was set aside by a commit which never ended (a kill, a power cut)."""
+        earlier = self.path / _ASIDE
+        for part in earlier.iterdir() if earlier.is_dir() else ():
+            _remove(self.folder / part.name)
+            os.replace(part, self.folder / part.name)
 
     def write_json(self, name: str, content: Any) -> None:
         """Write one JSON file, keys sorted.
@@ -94,28 +107,33 @@ class Staging:
         Raises:
             OutputError: the folder cannot be written.
         """
-        aside = self.path / "earlier"
-        moved: list[tuple[Path, Path]] = []
+        # Renames take no time: an interrupt can wait for the last of them.
+        waiting = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        try:
+            self._swap()
+        except OSError as error:
+            raise output_error(self.folder, error) from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
 
-        def move(source: Path, target: Path) -> None:
-            moved.append((source, target))  # first: an interrupt between the two must not lose a file
-            os.replace(source, target)
-
+    def _swap(self) -> None:
+        aside = self.path / _ASIDE
+        placed: list[str] = []
         try:
             aside.mkdir()
             # plots/ and report.html are ours only where an analysis of ours lies beside them.
             for name in (*_PARTS, *_DERIVED) if self._replaces else ():
                 if (self.folder / name).exists():
-                    move(self.folder / name, aside / name)
+                    os.replace(self.folder / name, aside / name)
             for name in _PARTS:
-                move(self.path / name, self.folder / name)
-        except BaseException as error:
-            for source, target in reversed(moved):
-                if target.exists():
-                    os.replace(target, source)
-            if isinstance(error, OSError):
-                raise output_error(self.folder, error) from None
+                os.replace(self.path / name, self.folder / name)
+                placed.append(name)
+        except BaseException:
+            for name in placed:
+                _remove(self.folder / name)
+            self._restore()
             raise
+        _remove(aside)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -123,8 +141,11 @@ class Staging:
         self._close(failed=kind is not None)
 
     def _close(self, failed: bool) -> None:
+        aside = self.path / _ASIDE
+        # What could not be put back stays where the next command finds it.
+        if not (aside.is_dir() and any(aside.iterdir())):
+            shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
-        shutil.rmtree(self.path, ignore_errors=True)
         if self._created and failed:
             # Only an empty folder goes: whatever else came into it meanwhile is not ours.
             with contextlib.suppress(OSError):

@@ -10,6 +10,7 @@ import numpy as np
 from mismatch_probe.checkpoints.describe import Description, describe
 from mismatch_probe.errors import CheckpointError
 from mismatch_probe.run import Rejected, Rollouts, Run
+from mismatch_probe.scoring.plan import STATE_BYTES
 
 
 class StepCheckpoints:
@@ -31,6 +32,7 @@ class StepCheckpoints:
         self.problems: list[str] = []
         self._tolerant = tolerant
         self._described: dict[Path, Description] = {}
+        self._unreadable: set[Path] = set()
         self.trainer = self._readable(run.trainer_checkpoint(trainer_version))
         versions = np.unique(rollouts.sampler_version[rollouts.loss_mask])
         self._sampler = {int(v): self._readable(run.sampler_checkpoint(int(v))) for v in versions}
@@ -64,28 +66,41 @@ class StepCheckpoints:
         return reasons
 
     def forward_passes(self, rollouts: Rollouts) -> list[tuple[Path, int]]:
-        """(checkpoint, tokens) of each set of sequences that goes through a network."""
+        """(checkpoint, tokens) of each set of sequences that goes through a network.
+
+        Where the trainer's hidden states of a step are too many to be held, each sampler version makes them again.
+        """
         sequence = rollouts.sequence_of_token
         lengths = rollouts.prompt.lengths + rollouts.response.lengths
         counted = rollouts.loss_mask
         passes = []
-        if self.trainer is not None:
+        held = self.trainer is not None and counted.sum() * self._state_bytes(self.trainer) <= STATE_BYTES
+        if self.trainer is not None and held:
             passes.append((self.trainer, int(lengths[np.unique(sequence[counted])].sum())))
         for version, path in self._sampler.items():
+            tokens = int(lengths[np.unique(sequence[counted & (rollouts.sampler_version == version)])].sum())
+            if self.trainer is not None and not held:
+                passes.append((self.trainer, tokens))
             if path is not None and path != self.trainer:
-                rows = np.unique(sequence[counted & (rollouts.sampler_version == version)])
-                passes.append((path, int(lengths[rows].sum())))
+                passes.append((path, tokens))
         return passes
+
+    def _state_bytes(self, path: Path) -> int:
+        """Bytes of one token's hidden state; four a number, whatever dtype the scorer will choose."""
+        return 4 * (self._described[path].hidden_size or 0)
 
     def _readable(self, path: Path | None) -> Path | None:
         if path is None or path in self._described:
             return path
+        if path in self._unreadable:
+            return None
         try:
             self._described[path] = describe(path)
         except CheckpointError as error:
             if not self._tolerant:
                 raise
             self.problems.append(str(error))
+            self._unreadable.add(path)
             return None
         return path
 

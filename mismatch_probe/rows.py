@@ -12,7 +12,7 @@ from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints
 from mismatch_probe.stats.positions import Places
 from mismatch_probe.stats.ratios import sequence_sums
 from mismatch_probe.table_io import schema
-from mismatch_probe.tables import TOKENS
+from mismatch_probe.tables import PLACES, TOKENS
 
 
 def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
@@ -88,24 +88,25 @@ def sequence_rows(data: StepData) -> list[dict[str, Any]]:
     ]
 
 
-def place_rows(step: int, places: Places) -> list[dict[str, Any]]:
-    """The step's rows of the places table."""
+def place_table(step: int, places: Places, provenance: dict[str, str]) -> pa.Table:
+    """The step's part of the places table."""
+    count = len(places.alive)
     columns = {
-        "alive": places.alive,
-        "mean_weight": places.mean_weight,
-        "mean_weight_ci_low": places.mean_weight_low,
-        "mean_weight_ci_high": places.mean_weight_high,
-        "missing_mass": places.missing_mass,
-        "effective_sequences": places.effective,
-        "pareto_k": places.pareto_k,
-        "prefix_kl_trainer_stale": places.prefix_kl,
-        "full_kl_trainer_stale": places.full_kl,
-        "identifiable": places.identifiable,
+        "step": pa.array(np.full(count, step)),
+        "place": pa.array(np.arange(count)),
+        "alive": pa.array(places.alive),
+        "mean_weight": _nullable(places.mean_weight),
+        "mean_weight_ci_low": _nullable(places.mean_weight_low),
+        "mean_weight_ci_high": _nullable(places.mean_weight_high),
+        "missing_mass": _nullable(places.missing_mass),
+        "effective_sequences": _nullable(places.effective),
+        "pareto_k": _nullable(places.pareto_k),
+        "prefix_kl_trainer_stale": _nullable(places.prefix_kl),
+        "full_kl_trainer_stale": _nullable(places.full_kl),
+        "identifiable": pa.array(places.identifiable),
     }
-    return [
-        {"step": step, "place": place, **{name: values[place].item() for name, values in columns.items()}}
-        for place in range(len(places.alive))
-    ]
+    target = schema(PLACES, provenance)
+    return pa.table([columns[name] for name in target.names], schema=target)
 
 
 def _nullable(values: Floats) -> pa.Array:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mismatch_probe.entry import main
+from mismatch_probe.errors import OutputError
 from tests.planted import VOCAB, Planted, plant, write_rows, write_toml
 
 
@@ -393,7 +394,7 @@ def test_files_of_others_in_the_output_folder_stay(run: Planted) -> None:
     assert (out / "plots" / "mine.png").exists() and (out / "report.html").exists()
 
 
-@pytest.mark.parametrize("fails_at", range(1, 12))
+@pytest.mark.parametrize("fails_at", range(1, 14))
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
 def test_a_commit_that_is_cut_short_is_undone(run: Planted, kind, fails_at: int, monkeypatch) -> None:
     from mismatch_probe.folder import Staging
@@ -423,10 +424,35 @@ def test_a_commit_that_is_cut_short_is_undone(run: Planted, kind, fails_at: int,
             monkeypatch.setattr("os.replace", cut)
             staging.commit()
 
-    with pytest.raises((KeyboardInterrupt, Exception)):
+    with pytest.raises(OutputError if kind is OSError else kind):
         new_analysis()
     assert contents(folder) == before
     monkeypatch.setattr("os.replace", replace)
+
+
+@pytest.mark.parametrize("fails_from", [3, 9, 12])
+def test_what_a_kill_left_aside_is_put_back(run: Planted, fails_from: int, monkeypatch) -> None:
+    """From one rename on nothing works any more, the undoing included: the next command finds the earlier analysis."""
+    from mismatch_probe.folder import Staging
+
+    assert decompose(run, "--steps", "1") == 0
+    before = contents(analysis(run))
+    calls = 0
+    replace = os.replace
+
+    def dead(source: Path, target: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= fails_from:
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", dead)
+    assert decompose(run, "--steps", "2", "--overwrite") == 2
+    monkeypatch.setattr("os.replace", replace)
+    with Staging(analysis(run), overwrite=True):
+        pass
+    assert contents(analysis(run)) == before
 
 
 def test_two_commands_do_not_write_to_one_folder(run: Planted, capsys: pytest.CaptureFixture[str]) -> None:
@@ -441,7 +467,17 @@ def test_two_commands_do_not_write_to_one_folder(run: Planted, capsys: pytest.Ca
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_tidily(run: Planted, number: signal.Signals) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "mismatch_probe", "decompose", str(run.path), "-o", str(run.path / "out")],
+        [
+            sys.executable,
+            "-m",
+            "mismatch_probe",
+            "decompose",
+            str(run.path),
+            "-o",
+            str(run.path / "out"),
+            "--max-tokens",
+            "1",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -499,3 +535,33 @@ def test_progress_in_a_terminal(run: Planted) -> None:
         seen += chunk
     assert process.wait() == 0
     assert b"(4/4)" in seen and b"%" in seen and b"wrote" in seen
+
+
+def test_without_shared_batches_there_is_no_noise_to_tell(run: Planted) -> None:
+    assert decompose(run, "--steps", "1", "--max-tokens", "1") == 0
+    assert np.isnan(steps(run).loc[1, "noise_floor_max"]) and steps(run).loc[1, "noise_floor_tokens"] == 0
+    assert decompose(run, "--steps", "1", "--overwrite") == 0
+    assert steps(run).loc[1, "noise_floor_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"text_config": "x"}, {"architectures": 3}, {"vocab_size": VOCAB, "text_config": [1]}],
+)
+def test_a_config_that_makes_no_sense_is_one_line(run: Planted, config: dict, capsys) -> None:
+    (run.path / "checkpoints" / "step_000002" / "config.json").write_text(json.dumps(config))
+    assert decompose(run) == 2
+    error = capsys.readouterr().err
+    assert "makes no sense" in error and error.count("\n") == 1 and "--skip-bad-rows" in error
+
+
+def test_another_vocabulary_is_left_out_on_request(run: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sampler's weights were exported with padding rows, the trainer's were not."""
+    from tests.tiny import save_model
+
+    shutil.rmtree(run.path / "checkpoints" / "step_000000")
+    save_model(run.path / "checkpoints" / "step_000000", "llama", vocab_size=VOCAB + 8)
+    assert decompose(run, "--steps", "1") == 2
+    assert "same vocabulary padding. Or pass --skip-bad-rows" in capsys.readouterr().err
+    assert decompose(run, "--steps", "1", "--skip-bad-rows") == 0
+    assert steps(run).loc[1, "status"] == "unjudged" and steps(run).loc[1, "log_ratio_rms"] > 0

@@ -120,3 +120,9 @@ def test_the_page_of_tables_is_the_schema() -> None:
     for columns in (TOKENS, SEQUENCES, STEPS, REJECTED):
         names = [column.name for column in columns]
         assert len(names) == len(set(names)) and all(column.definition for column in columns)
+
+
+def test_links_between_the_pages_lead_somewhere() -> None:
+    for page in (README, ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *SAMPLE.rglob("*.md")):
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"

@@ -12,7 +12,8 @@ import torch
 from mismatch_probe.assemble import halves
 from mismatch_probe.checkpoints.describe import describe
 from mismatch_probe.errors import CheckpointError, UsageError
-from mismatch_probe.run import Rollouts
+from mismatch_probe.resolve import StepCheckpoints
+from mismatch_probe.run import CheckpointPattern, Rollouts, Run, Settings
 from mismatch_probe.scoring.network import Network, ScoringOptions
 from mismatch_probe.scoring.plan import batches, shards
 from mismatch_probe.scoring.score import COLUMNS, StepScorer, StepScores
@@ -85,6 +86,25 @@ def test_each_token_is_scored_under_the_version_that_drew_it(tmp_path: Path) -> 
     mask = rollouts.loss_mask
     assert scores.stale_logprob[mask] == pytest.approx(expected[mask], abs=1e-5)
     assert scores.trainer_logprob[mask] == pytest.approx(plain_logprobs(models[2], rollouts)[mask], abs=1e-5)
+
+
+def test_the_plan_is_what_is_forwarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that inspect and the progress bar announce, with hidden states held and without."""
+    for version in range(3):
+        save_model(tmp_path / "checkpoints" / f"step_{version:06d}", "qwen3", seed=version)
+    pattern = CheckpointPattern(tmp_path, "checkpoints/step_{version:06d}")
+    run = Run(tmp_path, "native", Settings(), (), pattern)
+    rollouts = random_rollouts(np.random.default_rng(5))
+    rollouts.sampler_version[:] = np.where(rollouts.position_of_token < 4, 0, 1)
+    for held in (True, False):
+        if not held:
+            for module in ("scoring.score", "resolve"):
+                monkeypatch.setattr(f"mismatch_probe.{module}.STATE_BYTES", 32 * 4)
+        forwarded: list[int] = []
+        scorer = StepScorer(ScoringOptions(device="cpu", max_tokens=200), forwarded.append)
+        checkpoints = StepCheckpoints(run, rollouts, 2, tolerant=False)
+        scorer.score(rollouts, halves(rollouts), checkpoints.trainer, checkpoints.sampler)
+        assert sum(forwarded) == sum(tokens for _, tokens in checkpoints.forward_passes(rollouts))
 
 
 def test_many_shards_give_the_same_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_a_region_never_visited_is_seen_by_the_mass_and_not_by_ess() -> None:
     assert places.missing_mass[-1] == pytest.approx(missing, abs=0.03)
     value, reason = full_kl(places)
     assert math.isnan(value)
-    assert reason.startswith("full KL not identifiable: the mean weight of the responses is 0.")
+    assert reason.startswith("full KL not identifiable: at place") and "not surely 1" in reason
     assert not places.identifiable[1:].any() and np.isnan(places.full_kl[1:]).all()
 
 
@@ -94,3 +94,21 @@ def test_few_effective_sequences_are_not_enough() -> None:
     log_ratio = np.random.default_rng(3).normal(-2, 2.0, size=(200, 5))
     value, reason = full_kl(audited(log_ratio, np.ones((200, 5)), groups=25))
     assert math.isnan(value) and "effective sequences and Pareto k" in reason
+
+
+def test_nearly_equal_weights_are_tame_whatever_their_tail() -> None:
+    """Weights of 1 +- 0.002 with a heavy tail: Pareto k has no scale, and re-weighting does next to nothing."""
+    rng = np.random.default_rng(4)
+    log_ratio = 1e-3 * rng.standard_t(2, size=(128, 6))
+    kl = rng.random((128, 6))
+    places = audited(log_ratio, kl, groups=16)
+    value, reason = full_kl(places)
+    assert reason == "" and value == pytest.approx(kl.mean(), rel=0.01)
+
+
+def test_a_mean_that_is_not_known_is_no_mass_of_one() -> None:
+    """A wide interval holds 1 because little is known."""
+    rng = np.random.default_rng(5)
+    log_ratio = rng.normal(-0.02, 0.2, size=(400, 12))
+    value, reason = full_kl(audited(log_ratio, np.ones((400, 12)), groups=8))
+    assert math.isnan(value) and "not surely 1" in reason

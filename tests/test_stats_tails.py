@@ -53,3 +53,7 @@ def test_the_order_of_the_three(values: list[float]) -> None:
     n = len(log_weights)
     assert 1 / max_weight_share(log_weights) / n <= ess(log_weights) * (1 + 1e-9)
     assert ess(log_weights) <= perplexity_ess(log_weights) * (1 + 1e-9)
+
+
+def test_one_weight_beyond_all_others_is_an_infinite_tail() -> None:
+    assert pareto_k(np.random.default_rng(0).normal(scale=1000, size=128)) == math.inf

@@ -13,6 +13,7 @@ from typing import Any
 from mismatch_probe.errors import CheckpointError
 
 _LEARNED_POSITIONS = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight")
+_COPY = "Copy the checkpoint anew from the run"
 _EDGE = 1 << 20
 
 
@@ -28,6 +29,7 @@ class Description:
     architecture: str
     vocab_size: int | None
     max_positions: int | None
+    hidden_size: int | None
     parameters: int | None
     dtypes: tuple[str, ...]
     bytes: int
@@ -40,21 +42,31 @@ def describe(path: Path) -> Description:
         CheckpointError: no ``config.json``, or a file that cannot be parsed.
     """
     config = _read_json(path / "config.json")
-    text_config = config.get("text_config") or config
-    tensors: dict[str, dict[str, Any]] = {}
     files = weight_files(path)
     _check_shards(path, files)
+    try:
+        return _describe(path, config, files)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise CheckpointError(
+            f"{path}: config.json or a weight file's header makes no sense ({error!r}). {_COPY}"
+        ) from None
+
+
+def _describe(path: Path, config: dict[str, Any], files: list[Path]) -> Description:
+    text_config = config.get("text_config") or config
+    tensors: dict[str, dict[str, Any]] = {}
     for file in files:
         if file.suffix == ".safetensors":
             tensors.update(_header(file))
     positions = [int(tensor["shape"][0]) for name, tensor in tensors.items() if name.endswith(_LEARNED_POSITIONS)]
     # OPT-like tables begin with rows for padding that no position uses; the config then says what is usable.
-    limit = min([*positions, text_config.get("max_position_embeddings", math.inf)]) if positions else None
+    limit = min([*positions, text_config.get("max_position_embeddings") or math.inf]) if positions else None
     return Description(
         path=path,
         architecture=", ".join(config.get("architectures") or ["unknown"]),
         vocab_size=text_config.get("vocab_size"),
         max_positions=None if limit is None else int(limit),
+        hidden_size=text_config.get("hidden_size") or text_config.get("n_embd"),
         parameters=sum(math.prod(tensor["shape"]) for tensor in tensors.values()) or None,
         dtypes=tuple(sorted({str(tensor["dtype"]) for tensor in tensors.values()})),
         bytes=sum(file.stat().st_size for file in files),
@@ -123,7 +135,7 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
         end = max((tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"), default=0)
         if 8 + length + end > file.stat().st_size:
             raise ValueError("it is shorter than its header says")
-    except (OSError, ValueError, struct.error, KeyError, TypeError) as error:
+    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
         reason = "it is shorter than a header" if isinstance(error, struct.error) else str(error)
         raise CheckpointError(
             f"{file}: not a readable safetensors file ({reason}). Copy it anew from the run"

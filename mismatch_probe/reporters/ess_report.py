@@ -133,6 +133,6 @@ def _footnote(report: EssReport) -> str:
     return (
         f"Kish ESS of raw weights as a share of n, with {report.confidence:.0%} intervals over prompt groups. "
         "sequence: product over the response; prompt: mean of a group's sequence weights. "
-        "<: below 5/n, where the estimate is biased upwards. "
+        "<: below 5/n, where the estimate is biased upwards; ~: ten units or fewer. "
         f"Breakdown: {report.level} ESS of the lag below {report.threshold:g}."
     )

@@ -21,12 +21,15 @@ def nats(value: float) -> str:
 def share(value: float, n: float = math.inf) -> str:
     """An ESS: three decimals, enough to tell 0.499 from 0.500, and never a false 0 or 1.
 
-    Below 5/n the plug-in estimate is biased upwards beyond use: only the bound is shown.
+    Below 5/n the plug-in estimate is biased upwards beyond use: only the bound is shown. Of ten units or fewer any
+    value is that, and marked ~.
     """
     if _null(value):
         return NULL
-    if value < 5 / n and value < 1:
-        return f"<{share(min(1.0, 5 / n))}".replace("<1", "<1.000")
+    if n <= 10 and value < 1:
+        return f"~{share(value)}"
+    if value < 5 / n:
+        return f"<{share(5 / n)}"
     if value == 1:
         return "1"
     if value < 0.0005:

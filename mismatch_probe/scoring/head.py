@@ -51,6 +51,7 @@ def score(network: Network, hidden: Tensor, token_ids: Tensor, temperature: floa
         temperature: logits are divided by it.
         chunk_elements: bound on the entries of a (tokens, vocabulary) array.
     """
+    token_ids = token_ids.to(hidden.device)
     scores = TokenScores(*_empty(2, hidden))
     for span in _chunks(len(token_ids), network.vocab_size, chunk_elements):
         logp = _log_softmax(network, hidden[span], temperature)
@@ -78,6 +79,7 @@ def compare(
         chunk_elements: bound on the entries of a (tokens, vocabulary) array.
     """
     vocab_size = stale[0].vocab_size
+    token_ids, half = token_ids.to(stale[1].device), half.to(stale[1].device)
     one, two = TokenScores(*_empty(2, stale[1])), TokenScores(*_empty(2, stale[1]))
     kl_st, kl_ts, variation = _empty(3, stale[1])
     bias_sum = torch.zeros(2, vocab_size, dtype=torch.float64, device=stale[1].device)

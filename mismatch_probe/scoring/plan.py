@@ -8,6 +8,9 @@ import numpy as np
 
 from mismatch_probe.run import Ints
 
+STATE_BYTES = 1 << 29
+"""Bytes of hidden states that are held at once for one network; two are at work, and picking tokens copies one."""
+
 
 def batches(lengths: Ints, max_tokens: int) -> Iterator[Ints]:
     """Cut sequences into right-padded batches of at most ``max_tokens`` padded tokens, longest first.

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from mismatch_probe.errors import CheckpointError
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Rollouts
-from mismatch_probe.scoring.head import PairScores, compare, score
-from mismatch_probe.scoring.network import Network, NetworkCache, ScoringOptions
-from mismatch_probe.scoring.plan import shards
+from mismatch_probe.scoring.head import PairScores, TokenScores, compare, score
+from mismatch_probe.scoring.network import NetworkCache, ScoringOptions
+from mismatch_probe.scoring.plan import STATE_BYTES, batches, shards
 from mismatch_probe.scoring.states import hidden_states
 
-STATE_BYTES = 1 << 29
-"""Bytes of hidden states that are held at once, for each of two networks."""
 NOISE_SEQUENCES = 8
 """Sequences a step that are scored a second time, alone, for the noise floor."""
 
@@ -109,13 +107,13 @@ class StepScorer:
         for version in versions:
             mine = counted & (rollouts.sampler_version == version)
             self._networks.touch([trainer] if trainer is not None else [])
-            stale = self._usable(sampler(version))
+            stale = self._usable(sampler(version), beside=trainer)
             if stale is None:
                 what = "unknown sampler version" if version == UNKNOWN_VERSION else f"sampler version {version}"
                 _count(scores.reasons, f"no checkpoint for {what}", int(mine.sum()))
             if stale is None and trainer is None:
                 continue
-            for part in self._parts(stale or trainer, rollouts, mine):
+            for part in self._parts(_either((stale, trainer)), rollouts, mine):
                 states = None if held is None else held[torch.from_numpy(part[counted])]
                 self._score_part(scores, rollouts, half, part, (stale, trainer), states)
             self._measure_noise(scores, rollouts, mine, (stale, trainer), max(1, NOISE_SEQUENCES // len(versions)))
@@ -135,34 +133,26 @@ class StepScorer:
         place = np.flatnonzero(part)
         ids = torch.from_numpy(rollouts.response.values[place])
         half_of_token = half[rollouts.sequence_of_token[place]]
-        bounds = (self._options.temperature, self._options.chunk_elements)
         if trainer is not None and trainer_states is None:
             trainer_states = self._states(trainer, rollouts, part)
-        if stale is None or trainer is None or stale == trainer:
-            path = trainer or stale
-            assert path is not None
-            states = self._states(path, rollouts, part) if trainer_states is None else trainer_states
-            one = score(self._networks.get(path), states, ids.to(states.device), *bounds)
-            for role, own in (("stale", stale), ("trainer", trainer)):
-                if own is not None:
-                    getattr(scores, f"{role}_logprob")[place] = one.logprob.cpu().numpy()
-                    getattr(scores, f"entropy_{role}")[place] = one.entropy.cpu().numpy()
-            if stale is not None and stale == trainer:
-                # The same weights: the lag is zero by identity, not by measurement.
-                for name in ("kl_stale_trainer", "kl_trainer_stale", "total_variation"):
-                    getattr(scores, name)[place] = 0.0
-                scores.add_bias(np.zeros((2, self._networks.get(stale).vocab_size)), half_of_token)
-        else:
+        if stale is not None and trainer is not None and stale != trainer:
             assert trainer_states is not None
             stale_states = self._states(stale, rollouts, part)
             pair = (self._networks.get(stale), stale_states), (self._networks.get(trainer), trainer_states)
-            _same_vocabulary(pair[0][0], pair[1][0])
-            device = stale_states.device
-            found = compare(*pair, ids.to(device), torch.from_numpy(half_of_token).to(device), *bounds)
+            found = compare(*pair, ids, torch.from_numpy(half_of_token), *self._bounds)
             for name, values in _columns(found).items():
                 getattr(scores, name)[place] = values.cpu().numpy()
             known = np.isfinite(scores.kl_stale_trainer[place])
             scores.add_bias(found.bias_sum.cpu().numpy(), half_of_token[known])
+        else:
+            states = self._states(_either(paths), rollouts, part) if trainer_states is None else trainer_states
+            one = score(self._networks.get(_either(paths)), states, ids, *self._bounds)
+            _put_one(scores, one, place, stale is not None, trainer is not None)
+            if stale is not None and trainer is not None:
+                # The same weights: the lag is zero by identity, not by measurement.
+                for name in ("kl_stale_trainer", "kl_trainer_stale", "total_variation"):
+                    getattr(scores, name)[place] = 0.0
+                scores.add_bias(np.zeros((2, self._networks.get(stale).vocab_size)), half_of_token)
         for role, own in (("stale", stale), ("trainer", trainer)):
             if own is not None:
                 lost = int(np.isnan(getattr(scores, f"{role}_logprob")[place]).sum())
@@ -171,28 +161,35 @@ class StepScorer:
     def _measure_noise(
         self, scores: StepScores, rollouts: Rollouts, mine: Bools, paths: tuple[Path | None, Path | None], count: int
     ) -> None:
-        """Score a few sequences again, each alone: what the batch shape does to a score is the probe's own noise."""
-        path, before = (paths[0], scores.stale_logprob) if paths[0] else (paths[1], scores.trainer_logprob)
-        assert path is not None
+        """Score a few sequences again, each alone: what the batch shape does to a score is the probe's own noise.
+
+        Only sequences that shared a batch tell anything.
+        """
+        before = scores.trainer_logprob if paths[0] is None else scores.stale_logprob
+        path = _either(paths)
         sequence = rollouts.sequence_of_token
         rows = np.unique(sequence[mine])
-        chosen = rows[np.unique(np.linspace(0, len(rows) - 1, count).astype(int))]
-        for row in chosen:
+        lengths = rollouts.prompt.lengths[rows] + rollouts.response.lengths[rows]
+        shared = [rows[batch] for batch in batches(lengths, self._options.max_tokens) if len(batch) > 1]
+        rows = np.sort(np.concatenate(shared)) if shared else rows[:0]
+        for row in rows[np.unique(np.linspace(0, len(rows) - 1, count).astype(int))] if len(rows) else ():
             alone = mine & (sequence == row)
             ids = torch.from_numpy(rollouts.response.values[alone])
             states = self._states(path, rollouts, alone, count_tokens=False)
-            bounds = (self._options.temperature, self._options.chunk_elements)
-            again = score(self._networks.get(path), states, ids.to(states.device), *bounds).logprob.cpu().numpy()
+            again = score(self._networks.get(path), states, ids, *self._bounds).logprob.cpu().numpy()
             gap = again - before[alone]
             scores.noise = np.concatenate([scores.noise, gap[~np.isnan(gap)]])
+
+    @property
+    def _bounds(self) -> tuple[float, int]:
+        return self._options.temperature, self._options.chunk_elements
 
     def _states(self, path: Path, rollouts: Rollouts, wanted: Bools, count_tokens: bool = True) -> Tensor:
         report = self._on_tokens if count_tokens else lambda _: None
         return hidden_states(self._networks.get(path), rollouts, wanted, self._options.max_tokens, report)
 
-    def _parts(self, path: Path | None, rollouts: Rollouts, mine: Bools) -> Iterator[Bools]:
+    def _parts(self, path: Path, rollouts: Rollouts, mine: Bools) -> Iterator[Bools]:
         """Cut tokens into runs of whole sequences whose hidden states can be held."""
-        assert path is not None
         sequence = rollouts.sequence_of_token
         per_row = np.bincount(sequence[mine], minlength=len(rollouts))
         for rows in shards(per_row, self._tokens_held(path)):
@@ -204,12 +201,17 @@ class StepScorer:
         weight = self._networks.get(path).weight
         return max(1, STATE_BYTES // (weight.shape[1] * weight.element_size()))
 
-    def _usable(self, path: Path | None) -> Path | None:
-        """The path, where its network can be loaded."""
+    def _usable(self, path: Path | None, beside: Path | None = None) -> Path | None:
+        """The path, where its network can be loaded and has the vocabulary of the one beside it."""
         if path is None or path in self._unusable:
             return None
         try:
-            self._networks.get(path)
+            rows = self._networks.get(path).vocab_size
+            if beside is not None and rows != (others := self._networks.get(beside).vocab_size):
+                raise CheckpointError(
+                    f"{path} has {rows} output rows and {beside} has {others}. "
+                    "Both must be exported with the same vocabulary padding"
+                )
         except CheckpointError as error:
             if self._on_unusable is None:
                 raise
@@ -236,9 +238,14 @@ def _count(reasons: dict[str, int], reason: str, tokens: int) -> None:
         reasons[reason] = reasons.get(reason, 0) + tokens
 
 
-def _same_vocabulary(stale: Network, trainer: Network) -> None:
-    if stale.vocab_size != trainer.vocab_size:
-        raise CheckpointError(
-            f"{stale.path} has {stale.vocab_size} output rows and {trainer.path} has {trainer.vocab_size}. "
-            "Both must be exported with the same vocabulary padding"
-        )
+def _either(paths: tuple[Path | None, Path | None]) -> Path:
+    path = paths[1] if paths[0] is None else paths[0]
+    assert path is not None
+    return path
+
+
+def _put_one(scores: StepScores, one: TokenScores, place: Ints, stale: bool, trainer: bool) -> None:
+    for role, there in (("stale", stale), ("trainer", trainer)):
+        if there:
+            getattr(scores, f"{role}_logprob")[place] = one.logprob.cpu().numpy()
+            getattr(scores, f"entropy_{role}")[place] = one.entropy.cpu().numpy()

@@ -11,6 +11,8 @@ import numpy as np
 from mismatch_probe.stats.types import Floats, Ints
 
 Statistic = Callable[[Floats], Floats]
+_REPLICATES_OF_MANY = 500
+"""Resamples used where thousands of means are judged at once."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class ClusterBootstrap:
             value = float(statistic(sums.sum(axis=0)))
             filled = int((sums[:, 0] != 0).sum())
             if math.isinf(value):
-                return Interval(math.nan, reason="its sum is beyond float64: log-ratios of hundreds of nats")
+                return Interval(value, reason="beyond float64: log-ratios of hundreds of nats")
             if math.isnan(value) or filled < 2:
                 reason = "no data" if math.isnan(value) else "one prompt group has no interval"
                 return Interval(value, reason=reason)
@@ -86,9 +88,14 @@ class ClusterBootstrap:
             Lower and upper ends, (K,) each.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
-            replicates = (self._counts @ sums) / (self._counts @ counts)[:, None]
+            used = self._counts[:_REPLICATES_OF_MANY]
+            replicates = (used @ sums) / (used @ counts)[:, None]
+        # A resample that holds none of the groups with data has no mean.
+        replicates = replicates[np.isfinite(replicates).all(axis=1)]
         tail = (1 - self.confidence) / 2
-        low, high = np.nanquantile(replicates, [tail, 1 - tail], axis=0)
+        if not len(replicates):
+            return np.full(sums.shape[1], np.nan), np.full(sums.shape[1], np.nan)
+        low, high = np.quantile(replicates, [tail, 1 - tail], axis=0)
         return low, high
 
 

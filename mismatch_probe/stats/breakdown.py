@@ -81,7 +81,9 @@ def verdict(steps: Sequence[StepEss], level: str, threshold: float) -> str:
 def _with_interval(step: StepEss) -> str:
     ends = "" if math.isnan(step.low) else f" [{step.low:.3f}, {step.high:.3f}]"
     # Below 5/n the plug-in estimate is biased upwards beyond use.
-    return f"below {5 / step.n:.3f} (5/n)" if step.value < 5 / step.n else f"{step.value:.3f}{ends}"
+    if step.value < 5 / step.n and step.n > 10:
+        return f"below {5 / step.n:.3f} (5/n)"
+    return f"{step.value:.3f}{ends}" + (f" (of only {step.n:g} units)" if step.n <= 10 else "")
 
 
 def _steps(count: int) -> str:

@@ -42,7 +42,8 @@ def weight_health(ratio: str, log_weights: Floats, levels: Levels) -> dict[str, 
 def predicted_sequence_ess(log_weights: Floats, levels: Levels) -> float:
     """Sequence ESS if the log-ratios of tokens were independent normals: exp(-T s^2), T the mean length.
 
-    Above the measured one, log-ratios of a sequence pull the same way; below it, their tail is heavier than normal.
+    A measured ESS below it says that log-ratios of a sequence pull the same way or that their right tail is heavy
+    (Pareto k tells which); above it, that their left tail is heavy: tokens that hardly weigh at all.
 
     Args:
         log_weights: of the tokens, nats, (n,). NaN = null.

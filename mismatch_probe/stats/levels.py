@@ -28,16 +28,20 @@ def discrepancy_sentence(steps: Sequence[StepDiscrepancy]) -> str:
     if not known:
         return "Engine numerics could not be judged: the discrepancy is null throughout."
     first, last = known[0], known[-1]
-    worst = max(known, key=lambda step: step.k3)
     ends = f"rms D {first.rms:.4f} at step {first.step}" + (
         f", {last.rms:.4f} at step {last.step}" if last is not first else ""
     )
+    worst = max(known, key=lambda step: math.inf if math.isnan(step.k3) else step.k3)
+    widest = max(known, key=lambda step: step.rms)
     text = f"Engine numerics: {ends}; largest KL(mu || pi_s) {worst.k3:.1e} nats, at step {worst.step}."
-    grown = first.rms > 0 and worst.rms > GROWTH * first.rms and worst.rms > 0
-    if worst.k3 > USUAL_K3 or grown:
-        why = f"above {USUAL_K3:g}" if worst.k3 > USUAL_K3 else f"{worst.rms / first.rms:.1f} times the first"
+    reasons = []
+    if not worst.k3 <= USUAL_K3:
+        reasons.append(f"That is above {USUAL_K3:g}")
+    if widest.rms > GROWTH * first.rms:
+        reasons.append(f"rms D at step {widest.step} is {widest.rms / max(first.rms, 1e-12):.1f} times the first")
+    if reasons:
         text += (
-            f" That is {why}, more than rounding usually explains: look for a sync or logging fault "
+            f" {' and '.join(reasons)}, more than rounding usually explains: look for a sync or logging fault "
             "before you correct for it."
         )
     return text

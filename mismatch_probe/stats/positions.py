@@ -19,6 +19,10 @@ from mismatch_probe.stats.tails import pareto_k, pareto_k_limit
 from mismatch_probe.stats.types import Bools, Floats, Ints
 
 MIN_EFFECTIVE_SEQUENCES = 20.0
+NEARLY_EQUAL = 0.9
+"""ESS as a share of n from which weights count as nearly equal, whatever their tail."""
+WIDEST_MASS = 0.2
+"""Widest interval of a mean weight that still counts as knowing it."""
 _CHUNK = 512
 """Places whose bootstrap replicates are held at once."""
 
@@ -29,10 +33,10 @@ class Places:
 
     ``alive``: sequences that have a token there. ``mean_weight`` with its interval: mean of W_t over all sequences,
     that of an ended one kept as it was; ``missing_mass`` is 1 minus it where the interval lies below 1, else 0.
-    ``effective``: Kish's effective number of sequences. ``pareto_k`` of the weights, NaN where they are all equal.
+    ``effective``: Kish's effective number of sequences. ``pareto_k`` of the weights, NaN where they are equal or tie.
     ``prefix_kl`` (nats): mean over the sampler's prefixes; ``full_kl``: the same over the trainer's own, by
-    self-normalised W_t, NaN where ``identifiable`` is False: ``mean_weight``'s interval must hold 1 and the weights
-    must be ``tame``: a Pareto k below its limit and at least 20 effective sequences.
+    self-normalised W_t, NaN where ``identifiable`` is False: ``mean_weight``'s interval must hold 1, no wider
+    than 0.2, and the weights be ``tame``: 20 effective sequences, and a Pareto k below its limit or an ESS of 0.9.
     ``alive_mass``: mean of W_t over all sequences, ended ones counting 0; ``weighted_kl``: mean of W_t KL, likewise.
     """
 
@@ -66,20 +70,19 @@ def audit_places(log_ratio: Floats, kl: Floats, levels: Levels, bootstrap: Clust
     here = ~np.isnan(divergence)
     weight = np.exp(log_weight)
     low, high = _mean_intervals(weight, group, bootstrap)
-    mean = weight.mean(axis=0) if len(weight) else np.zeros(0)
+    n = len(weight)
+    effective = np.array([ess(column) * n for column in log_weight.T])
     shape = np.array([pareto_k(column) for column in log_weight.T])
-    effective = np.array([ess(column) * len(column) for column in log_weight.T])
-    limit = pareto_k_limit(len(weight))
-    # Equal weights have no tail to fit, and need none: nothing is re-weighted there.
-    equal = np.array([bool((column == column[0]).all()) for column in log_weight.T], dtype=np.bool_)
-    tame = ((shape < limit) | equal) & (effective >= MIN_EFFECTIVE_SEQUENCES)
-    identifiable = tame & (low <= 1) & (high >= 1)
-    n = max(1, len(weight))
-    alive_mass = (weight * here).sum(axis=0) / n
-    weighted_kl = np.nansum(weight * divergence, axis=0) / n
+    # Pareto k knows no scale: weights of 1 +- 0.001 can have a large one, and re-weight next to nothing.
+    tame = ((shape < pareto_k_limit(n)) | (effective >= NEARLY_EQUAL * n)) & (effective >= MIN_EFFECTIVE_SEQUENCES)
+    known_mass = (low <= 1) & (high >= 1) & (high - low <= WIDEST_MASS)
+    alive_mass = (weight * here).sum(axis=0) / max(1, n)
+    weighted_kl = np.nansum(weight * divergence, axis=0) / max(1, n)
     with np.errstate(invalid="ignore", divide="ignore"):
         prefix = np.nansum(divergence, axis=0) / here.sum(axis=0)
         full = weighted_kl / alive_mass
+    mean = weight.sum(axis=0) / max(1, n)
+    identifiable = tame & known_mass
     return Places(
         alive=here.sum(axis=0).astype(np.int64),
         mean_weight=mean,
@@ -100,23 +103,35 @@ def audit_places(log_ratio: Floats, kl: Floats, levels: Levels, bootstrap: Clust
 def full_kl(places: Places) -> tuple[float, str]:
     """KL on the trainer's own prefixes, mean over tokens, with the reason where it is not identifiable.
 
-    Each place counts with the trainer's mass that is alive there. The mass audit is read once, at the last place, where
-    the weights of whole responses stand: read at each of hundreds of places, some interval misses 1 by chance.
+    Each place counts with the trainer's mass that is alive there. It is given only if at every place the weights are
+    tame, the interval of their mean is narrow, and it holds 1 or the mean is within 0.02 of it: read at hundreds of
+    places, some interval misses 1 by chance.
     """
     if not len(places.alive):
         return math.nan, "full KL: no sequence with all its log-ratios known"
-    if not places.tame.all():
-        place = int(np.argmin(places.tame))
+    if np.isnan(places.prefix_kl).any():
+        return math.nan, "full KL: the divergence is null at some places"
+    place = _first(~places.tame)
+    if place is not None:
         return math.nan, (
-            f"full KL not identifiable: from place {place} of the responses the running weight has "
+            f"full KL not identifiable: at place {place} of the responses the running weight has "
             f"{places.effective[place]:.3g} effective sequences and Pareto k {places.pareto_k[place]:.2f}"
         )
-    if not places.mean_weight_low[-1] <= 1 <= places.mean_weight_high[-1]:
+    covers = (places.mean_weight_low <= 1) & (places.mean_weight_high >= 1)
+    place = _first(~(covers | (np.abs(places.mean_weight - 1) <= 0.02)))
+    if place is None:
+        place = _first(~(places.mean_weight_high - places.mean_weight_low <= WIDEST_MASS))
+    if place is not None:
         return math.nan, (
-            f"full KL not identifiable: the mean weight of the responses is {places.mean_weight[-1]:.3f} "
-            f"[{places.mean_weight_low[-1]:.3f}, {places.mean_weight_high[-1]:.3f}], not 1"
+            f"full KL not identifiable: at place {place} of the responses the mean weight is "
+            f"{places.mean_weight[place]:.3f} [{places.mean_weight_low[place]:.3f}, "
+            f"{places.mean_weight_high[place]:.3f}], not surely 1"
         )
     return float(places.weighted_kl.sum() / places.alive_mass.sum()), ""
+
+
+def _first(mask: Bools) -> int | None:
+    return int(np.argmax(mask)) if mask.any() else None
 
 
 def _padded(log_ratio: Floats, kl: Floats, levels: Levels) -> tuple[Floats, Floats, Ints]:

@@ -80,14 +80,18 @@ def _summarise(tokens: StepTokens, bootstrap: ClusterBootstrap, previous: BiasVe
     values, bias = _bias(tokens, previous)
     values.update(_health(tokens))
     places = audit_places(tokens.split.log_ratio, tokens.kl_trainer_stale, tokens.levels, bootstrap)
-    values["full_kl_trainer_stale"], refusal = full_kl(places)
+    if len(tokens.token_id) and not tokens.split.lag.any() and not tokens.total_variation.any():
+        # The same weights on both sides: the KL is zero on any prefix, seen or not.
+        values["full_kl_trainer_stale"], refusal = 0.0, ""
+    else:
+        values["full_kl_trainer_stale"], refusal = full_kl(places)
     known = ~np.isnan(tokens.split.discrepancy) & ~np.isnan(tokens.split.lag)
     if known.any():
         values["discrepancy_lag_covariance"] = float(
             np.cov(tokens.split.discrepancy[known], tokens.split.lag[known], bias=True)[0, 1]
         )
-    reasons = sorted({f"no interval: {i.reason}" for i in intervals.values() if i.reason and not math.isnan(i.value)})
-    beyond = sorted(name for name, interval in intervals.items() if interval.reason.startswith("its sum is beyond"))
+    reasons = sorted({f"no interval: {i.reason}" for i in intervals.values() if i.reason and math.isfinite(i.value)})
+    beyond = sorted(name for name, interval in intervals.items() if math.isinf(interval.value))
     if beyond:
         reasons.append(f"{', '.join(beyond)}: {intervals[beyond[0]].reason}")
     return Summary(values, intervals, bias, places, [*([refusal] if refusal else []), *reasons])

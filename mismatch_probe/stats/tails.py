@@ -26,7 +26,8 @@ def pareto_k(log_weights: Floats) -> float:
         log_weights: nats, (n,). NaN entries are null and left out.
 
     Returns:
-        k, or NaN where there are fewer than 25 weights or the tail's weights tie.
+        k, or NaN where there are fewer than 25 weights or the tail's weights tie; infinite
+        where one weight dwarfs the others beyond float64.
     """
     known = np.sort(log_weights[~np.isnan(log_weights)])
     n = len(known)
@@ -35,9 +36,10 @@ def pareto_k(log_weights: Floats) -> float:
     tail = math.floor(3 * math.sqrt(n)) if n > 225 else n // 5
     weights = np.exp(known[-tail - 1 :] - known[-1])
     excess = weights[1:] - weights[0]
-    # Ties with the cut-off through the lower quartile leave no scale to fit: such weights take a few values only.
-    if excess[math.floor(tail / 4 + 0.5) - 1] <= np.finfo(float).tiny:
-        return math.nan
+    quartile = math.floor(tail / 4 + 0.5) - 1
+    if excess[quartile] <= np.finfo(float).tiny:
+        # Ties with the cut-off leave no scale to fit. Without ties the largest dwarfs the rest beyond float64.
+        return math.nan if known[-tail + quartile] == known[-tail - 1] else math.inf
     return _shape(excess)
 
 
