@@ -27,11 +27,11 @@ demo: $(READY)
 	@$(BIN)/mismatch-probe plot --output $(DEMO)
 	@echo
 	@echo "What to try next:"
-	@echo "  $(BIN)/mismatch-probe ess-report --output $(DEMO)      intervals, all three ratios"
-	@echo "  $(BIN)/mismatch-probe gate --output $(DEMO)            exits 1: this run broke down"
-	@echo "  $(BIN)/mismatch-probe decompose sample_data/synced_run       a healthy run"
-	@echo "  $(BIN)/mismatch-probe decompose sample_data/broken_sync_run  a sync that lost the head"
-	@echo "  $(BIN)/mismatch-probe inspect YOUR_RUN_DIR                   your own run"
+	@echo "  all intervals   $(BIN)/mismatch-probe ess-report -o $(DEMO)"
+	@echo "  exits 1         $(BIN)/mismatch-probe gate -o $(DEMO)"
+	@echo "  healthy run     $(BIN)/mismatch-probe decompose sample_data/synced_run"
+	@echo "  broken sync     $(BIN)/mismatch-probe decompose sample_data/broken_sync_run"
+	@echo "  your own run    $(BIN)/mismatch-probe inspect YOUR_RUN_DIR"
 
 test: $(READY)
 	$(BIN)/python -m pytest
