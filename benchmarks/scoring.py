@@ -76,7 +76,7 @@ def tool(run: Run, step: int, max_tokens: int = 16384) -> Scorer:
 SCORERS: dict[str, Callable[[Run, int], Scorer]] = {
     "obvious": obvious,
     "StepScorer": tool,
-    "StepScorer, max_tokens 2048": partial(tool, max_tokens=2048),
+    "StepScorer, max_tokens 4096": partial(tool, max_tokens=4096),
 }
 
 

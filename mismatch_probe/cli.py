@@ -93,7 +93,9 @@ def decompose(
     dtype: Annotated[
         str | None, typer.Option(help="float64, float32, bfloat16 or float16; default: the trainer's own.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Padded tokens in one forward pass.")] = 16384,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Padded tokens in one forward pass; default 2048, on CUDA 16384.")
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run model code that comes with a checkpoint.")
     ] = False,

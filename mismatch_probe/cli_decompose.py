@@ -57,12 +57,12 @@ def _print_result(run_dir: Path, output: Path | None) -> None:
 
 
 def _noise_sentence(steps: pd.DataFrame) -> str:
-    """The probe's own noise, and on how many tokens it was measured."""
+    """What the probe itself adds by its batches, and on how many tokens it was measured."""
     tokens = int(steps["noise_floor_tokens"].sum())
     if not tokens:
         return ""
     floor = nats(float(steps["noise_floor_max"].max()))
-    return f"The probe's own noise in a log-prob, batched against alone: at most {floor} nats ({tokens:,} tokens)."
+    return f"Batch shape alone moves a log-prob by at most {floor} nats ({tokens:,} tokens)."
 
 
 def _bias_sentence(steps: pd.DataFrame) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,14 +48,14 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class DecomposeOptions:
-    """Options of ``decompose``; ``dtype`` None means the trainer's own."""
+    """Options of ``decompose``; ``dtype`` None means the trainer's own, ``max_tokens`` None what suits the device."""
 
     steps: StepSelection | None = None
     limit: int | None = None
     seed: int = 0
     device: str = "auto"
     dtype: str | None = None
-    max_tokens: int = 16384
+    max_tokens: int | None = None
     trust_remote_code: bool = False
     level: str = DEFAULT_LEVEL
     threshold: float = DEFAULT_THRESHOLD
@@ -73,7 +73,7 @@ def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progr
         BadFileError, CheckpointError, OutputError, UsageError: as their names say.
     """
     steps = run.steps if options.steps is None else options.steps.choose(run.steps)
-    for notice in (*run.notices, *semantic_reasons(run)):
+    for notice in (*run.notices, *semantic_reasons(run), *_precision(run, options)):
         progress.notice(notice)
     progress.start(len(steps))
     with Staging(folder, overwrite) as staging:
@@ -99,14 +99,13 @@ class _Job:
 
     def __init__(self, run: Run, options: DecomposeOptions, progress: Progress) -> None:
         self._run, self._options, self._progress = run, options, progress
-        self._scoring = ScoringOptions(
+        scoring = ScoringOptions(
             device=options.device,
             dtype=options.dtype or run.settings.trainer_dtype,
             temperature=run.settings.scoring_temperature,
-            max_tokens=options.max_tokens,
             trust_remote_code=options.trust_remote_code,
-        )
-        self._scoring.torch_device()  # a device that is not there must fail before anything is read
+        ).for_device()  # a device that is not there fails before anything is read
+        self._scoring = scoring if options.max_tokens is None else replace(scoring, max_tokens=options.max_tokens)
         on_unusable = self._say_unusable if options.skip_bad_rows else None
         self._scorer = StepScorer(self._scoring, progress.tokens, on_unusable)
         self._judgement = Judgement(
@@ -216,6 +215,16 @@ class _Job:
             self._say(f"{row.file}, row {row.row}: set aside: {row.reason}")
         if len(rejected) > 3:
             self._say(f"step {step}: {len(rejected)} rows set aside in all; rejected.parquet lists them")
+
+
+def _precision(run: Run, options: DecomposeOptions) -> list[str]:
+    dtype = options.dtype or run.settings.trainer_dtype
+    if run.trainer_checkpoints is None or dtype in ("float32", "float64"):
+        return []
+    return [
+        f"scored in {dtype}: its rounding is part of D and L (in bfloat16 some .04 nats rms a log-prob). "
+        "Pass --dtype float32 to see a lag below that"
+    ]
 
 
 def _nothing(run: Run, job: _Job) -> str:

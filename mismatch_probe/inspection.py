@@ -10,6 +10,7 @@ import numpy as np
 from mismatch_probe.cost import PassCost, seconds
 from mismatch_probe.resolve import StepCheckpoints, semantic_reasons, set_aside
 from mismatch_probe.run import UNKNOWN_VERSION, Rejected, Rollouts, Run
+from mismatch_probe.scoring.plan import CPU_MAX_TOKENS
 
 QUANTITIES = ("discrepancy", "lag", "log_ratio", "full_vocabulary")
 """What can be known of a token: D, L, d, and the exact KL, total variation and bias of the lag."""
@@ -71,7 +72,7 @@ class Inspection:
     notices: tuple[str, ...]
 
 
-def inspect_run(run: Run, max_tokens: int = 16384) -> Inspection:
+def inspect_run(run: Run, max_tokens: int = CPU_MAX_TOKENS) -> Inspection:
     """Read every step's rollouts and the checkpoints' headers; no weights, no torch."""
     steps: list[StepInspection] = []
     passes: list[tuple[PassCost, int]] = []

@@ -142,7 +142,10 @@ STEPS = (
         for column in (
             _number(f"share_beyond_ln2_{ratio}", f"share of tokens whose {ratio} log-ratio is beyond ln 2"),
             _number(f"share_outside_band_{ratio}", f"share of tokens whose {ratio} ratio is outside [0.8, 1.25]"),
-            _number(f"predicted_ess_{ratio}_sequence", f"sequence ESS of independent normal {ratio}s: exp(-T s^2)"),
+            _number(
+                f"predicted_ess_{ratio}_sequence",
+                "sequence ESS were token log-ratios independent normals: exp(-T s^2)",
+            ),
         )
     ),
     Column(

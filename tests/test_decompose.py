@@ -565,3 +565,10 @@ def test_another_vocabulary_is_left_out_on_request(run: Planted, capsys: pytest.
     assert "same vocabulary padding. Or pass --skip-bad-rows" in capsys.readouterr().err
     assert decompose(run, "--steps", "1", "--skip-bad-rows") == 0
     assert steps(run).loc[1, "status"] == "unjudged" and steps(run).loc[1, "log_ratio_rms"] > 0
+
+
+def test_scoring_below_float32_is_said(run: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["decompose", str(run.path), "--steps", "1", "--dtype", "bfloat16"]) == 0
+    assert "scored in bfloat16: its rounding is part of D and L" in capsys.readouterr().err
+    assert main(["decompose", str(run.path), "--steps", "1", "--overwrite"]) == 0
+    assert "its rounding" not in capsys.readouterr().err

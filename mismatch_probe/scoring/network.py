@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mismatch_probe.checkpoints.huggingface import load_model
 from mismatch_probe.errors import CheckpointError, UsageError
+from mismatch_probe.scoring.plan import CPU_MAX_TOKENS, CUDA_MAX_TOKENS
 
 DTYPES = {
     "float64": torch.float64,
@@ -30,15 +31,22 @@ class ScoringOptions:
     """How to score.
 
     ``max_tokens``: padded tokens in one forward pass. ``chunk_elements``: entries of the largest array over the
-    vocabulary. ``temperature``: logits are divided by it, as the sampler did.
+    vocabulary. ``temperature``: logits are divided by it, as the sampler did. ``for_device`` gives the bounds that suit
+    a CPU's caches or a GPU's width.
     """
 
     device: str = "auto"
     dtype: str = "float32"
     temperature: float = 1.0
-    max_tokens: int = 16384
+    max_tokens: int = CPU_MAX_TOKENS
     chunk_elements: int = 1 << 22
     trust_remote_code: bool = False
+
+    def for_device(self) -> ScoringOptions:
+        """These options with the bounds of a GPU, where the device is one."""
+        if self.torch_device().type != "cuda":
+            return self
+        return replace(self, max_tokens=CUDA_MAX_TOKENS, chunk_elements=1 << 25)
 
     def torch_device(self) -> torch.device:
         """The device meant by ``device``; auto takes CUDA where there is one.

@@ -8,6 +8,8 @@ import numpy as np
 
 from mismatch_probe.run import Ints
 
+CPU_MAX_TOKENS, CUDA_MAX_TOKENS = 2048, 16384
+"""Padded tokens in one forward pass. On a CPU larger passes fall out of the caches and cost page faults."""
 STATE_BYTES = 1 << 29
 """Bytes of hidden states that are held at once for one network; two are at work, and picking tokens copies one."""
 
