@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mismatch_probe.config import Thresholds, load_thresholds
 from mismatch_probe.tables import REJECTED, SEQUENCES, STEPS, TOKENS, markdown
 from tests.conftest import ROOT, SAMPLE
 
@@ -126,3 +127,10 @@ def test_links_between_the_pages_lead_somewhere() -> None:
     for page in (README, ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *SAMPLE.rglob("*.md")):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_thresholds_of_the_readme_are_read(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "mismatch-probe.toml").write_text(block)
+    found, _ = load_thresholds(tmp_path, None, {})
+    assert found == Thresholds(max_discrepancy_k3=0.005)

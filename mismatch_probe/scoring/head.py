@@ -54,9 +54,7 @@ def score(network: Network, hidden: Tensor, token_ids: Tensor, temperature: floa
     token_ids = token_ids.to(hidden.device)
     scores = TokenScores(*_empty(2, hidden))
     for span in _chunks(len(token_ids), network.vocab_size, chunk_elements):
-        logp = _log_softmax(network, hidden[span], temperature)
-        scores.logprob[span] = _pick(logp, token_ids[span])
-        scores.entropy[span] = _entropy(logp, logp.exp())
+        _put(scores, span, token_ids[span], *_distributions(network, hidden[span], temperature))
     return scores
 
 
@@ -80,25 +78,42 @@ def compare(
     """
     vocab_size = stale[0].vocab_size
     token_ids, half = token_ids.to(stale[1].device), half.to(stale[1].device)
-    one, two = TokenScores(*_empty(2, stale[1])), TokenScores(*_empty(2, stale[1]))
     kl_st, kl_ts, variation = _empty(3, stale[1])
-    bias_sum = torch.zeros(2, vocab_size, dtype=torch.float64, device=stale[1].device)
+    pair = PairScores(
+        stale=TokenScores(*_empty(2, stale[1])),
+        trainer=TokenScores(*_empty(2, stale[1])),
+        kl_stale_trainer=kl_st,
+        kl_trainer_stale=kl_ts,
+        total_variation=variation,
+        bias_sum=torch.zeros(2, vocab_size, dtype=torch.float64, device=stale[1].device),
+    )
     for span in _chunks(len(token_ids), vocab_size, chunk_elements):
-        logp_s = _log_softmax(stale[0], stale[1][span], temperature)
-        logp_t = _log_softmax(trainer[0], trainer[1][span], temperature)
-        p_s, p_t = logp_s.exp(), logp_t.exp()
-        for scores, logp, p in ((one, logp_s, p_s), (two, logp_t, p_t)):
-            scores.logprob[span] = _pick(logp, token_ids[span])
-            scores.entropy[span] = _entropy(logp, p)
-        gap = logp_s.sub_(logp_t)
-        kl_st[span] = torch.linalg.vecdot(p_s, gap).clamp_min_(0.0)
-        kl_ts[span] = torch.linalg.vecdot(p_t, gap).neg_().clamp_min_(0.0)
-        # A token whose networks give NaN would spoil the sum of all others.
-        difference = p_s.sub_(p_t).nan_to_num_(0.0, 0.0, 0.0)
-        for which in (0, 1):
-            bias_sum[which] += difference[half[span] == which].sum(0)
-        variation[span] = torch.where(kl_st[span].isnan(), torch.nan, difference.abs_().sum(-1).mul_(0.5))
-    return PairScores(one, two, kl_st, kl_ts, variation, bias_sum)
+        _compare_chunk(pair, span, (stale, trainer), token_ids[span], half[span], temperature)
+    return pair
+
+
+def _compare_chunk(
+    pair: PairScores,
+    span: slice,
+    networks: tuple[tuple[Network, Tensor], tuple[Network, Tensor]],
+    token_ids: Tensor,
+    half: Tensor,
+    temperature: float,
+) -> None:
+    """Fill the tokens of one chunk. A function of its own: its arrays are gone before the next chunk's are made."""
+    (stale, stale_states), (trainer, trainer_states) = networks
+    logp_s, p_s = _distributions(stale, stale_states[span], temperature)
+    logp_t, p_t = _distributions(trainer, trainer_states[span], temperature)
+    _put(pair.stale, span, token_ids, logp_s, p_s)
+    _put(pair.trainer, span, token_ids, logp_t, p_t)
+    gap = logp_s.sub_(logp_t)
+    kl = _dot(p_s, gap).clamp_min_(0.0)
+    pair.kl_stale_trainer[span] = kl
+    pair.kl_trainer_stale[span] = _dot(p_t, gap).neg_().clamp_min_(0.0)
+    # A token whose networks give NaN would spoil the sum of all others.
+    difference = p_s.sub_(p_t).nan_to_num_(0.0, 0.0, 0.0)
+    pair.bias_sum.add_(torch.stack([half == 0, half == 1]).double() @ difference)
+    pair.total_variation[span] = torch.where(kl.isnan(), torch.nan, difference.abs_().sum(-1).mul_(0.5))
 
 
 def _chunks(tokens: int, vocab_size: int, chunk_elements: int) -> Iterator[slice]:
@@ -110,16 +125,24 @@ def _empty(count: int, like: Tensor) -> list[Tensor]:
     return [torch.empty(len(like), dtype=torch.float64, device=like.device) for _ in range(count)]
 
 
-def _log_softmax(network: Network, hidden: Tensor, temperature: float) -> Tensor:
-    logits = network.logits(hidden).double()
+def _distributions(network: Network, hidden: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and probabilities of each prefix, (n, V) float64: the only two arrays of a network's chunk."""
+    logp = network.logits(hidden).double()
     if temperature != 1.0:
-        logits /= temperature
-    return torch.sub(logits, torch.logsumexp(logits, dim=-1, keepdim=True), out=logits)
+        logp /= temperature
+    logp -= logp.amax(dim=-1, keepdim=True)
+    p = logp.exp()
+    mass = p.sum(dim=-1, keepdim=True)
+    p /= mass
+    logp -= mass.log()
+    return logp, p
 
 
-def _pick(logp: Tensor, token_ids: Tensor) -> Tensor:
-    return logp.gather(-1, token_ids[:, None])[:, 0]
+def _put(scores: TokenScores, span: slice, token_ids: Tensor, logp: Tensor, p: Tensor) -> None:
+    scores.logprob[span] = logp.gather(-1, token_ids[:, None])[:, 0]
+    scores.entropy[span] = -_dot(p, logp)
 
 
-def _entropy(logp: Tensor, p: Tensor) -> Tensor:
-    return -(p * logp).sum(-1)
+def _dot(one: Tensor, two: Tensor) -> Tensor:
+    """Row by row, without an array of products."""
+    return torch.bmm(one[:, None], two[:, :, None])[:, 0, 0]
