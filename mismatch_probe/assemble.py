@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,8 +51,7 @@ class StepData:
 
 def halves(rollouts: Rollouts) -> Ints:
     """0 or 1 for each sequence, by prompt group: neighbours in the order of group ids fall into different halves."""
-    _, group = np.unique(rollouts.group_id.astype(str), return_inverse=True)
-    return (group % 2).astype(np.int64)
+    return rollouts.group_of_sequence % 2
 
 
 def join(step: int, rollouts: Rollouts, scores: StepScores, trainer_version: int, one_lineage: bool) -> StepData:
@@ -69,7 +68,6 @@ def join(step: int, rollouts: Rollouts, scores: StepScores, trainer_version: int
         one_lineage: sampler and trainer versions name the same checkpoints.
     """
     counted = rollouts.loss_mask
-    _, group_of_sequence = np.unique(rollouts.group_id.astype(str), return_inverse=True)
     rescored, logged = scores.trainer_logprob[counted], rollouts.trainer_logprob[counted]
     # One source for a step: where a network gave NaN, a logged value in its place would mix two programs.
     trainer = logged if np.isnan(rescored).all() else rescored
@@ -84,7 +82,7 @@ def join(step: int, rollouts: Rollouts, scores: StepScores, trainer_version: int
         rollouts=rollouts,
         scores=scores,
         counted=counted,
-        levels=Levels(rollouts.sequence_of_token[counted], group_of_sequence.astype(np.int64)),
+        levels=Levels(rollouts.sequence_of_token[counted], rollouts.group_of_sequence),
         half=halves(rollouts)[rollouts.sequence_of_token[counted]],
         sampler=sampler,
         stale=stale,
@@ -139,22 +137,7 @@ def _some(known: Bools) -> bool:
 
 def _step_tokens(data: StepData) -> StepTokens:
     scores, counted = data.scores, data.counted
-    if split_is_partial(data):
-        null = np.full(len(data.stale), np.nan)
-        return StepTokens(
-            split=Split(null, null, null if _some(data.trainer_rescored) else data.split.log_ratio),
-            levels=data.levels,
-            half=data.half,
-            token_id=data.rollouts.response.values[counted],
-            kl_stale_trainer=null,
-            kl_trainer_stale=null,
-            total_variation=null,
-            entropy_stale=null,
-            entropy_trainer=null,
-            bias_lag_sums=None,
-            bias_lag_tokens=np.zeros(2, dtype=np.int64),
-        )
-    return StepTokens(
+    tokens = StepTokens(
         split=data.split,
         levels=data.levels,
         half=data.half,
@@ -166,6 +149,19 @@ def _step_tokens(data: StepData) -> StepTokens:
         entropy_trainer=scores.entropy_trainer[counted],
         bias_lag_sums=scores.bias_lag_sum,
         bias_lag_tokens=scores.bias_lag_tokens,
+    )
+    if not split_is_partial(data):
+        return tokens
+    null = np.full(len(data.stale), np.nan)
+    return replace(
+        tokens,
+        split=Split(null, null, null if _some(data.trainer_rescored) else data.split.log_ratio),
+        kl_stale_trainer=null,
+        kl_trainer_stale=null,
+        total_variation=null,
+        entropy_stale=null,
+        entropy_trainer=null,
+        bias_lag_sums=None,
     )
 
 

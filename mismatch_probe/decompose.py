@@ -22,7 +22,7 @@ from mismatch_probe.resolve import StepCheckpoints, semantic_reasons, set_aside
 from mismatch_probe.rows import place_table, sequence_rows, token_table
 from mismatch_probe.run import Rejected, Rollouts, Run, Step
 from mismatch_probe.scoring.network import ScoringOptions
-from mismatch_probe.scoring.score import StepScorer, StepScores
+from mismatch_probe.scoring.score import GIVES_NO_NUMBER, StepScorer, StepScores
 from mismatch_probe.selection import StepSelection, limit_sequences
 from mismatch_probe.stats.breakdown import DEFAULT_LEVEL, DEFAULT_THRESHOLD
 from mismatch_probe.stats.summary import BiasVectors
@@ -191,7 +191,7 @@ class _Job:
                 f"{self._scoring.torch_device()}: out of memory. Lower --max-tokens (now {self._scoring.max_tokens})"
             ) from None
         for reason, tokens in scores.reasons.items():
-            if "no number" in reason:
+            if reason.endswith(GIVES_NO_NUMBER):
                 self._say(f"{reason} at {tokens} tokens; they are left out")
         return scores
 

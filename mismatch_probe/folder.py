@@ -165,14 +165,14 @@ class Analysis:
         """Name of the run."""
         return str(self.record["run"]["name"])
 
-    def tokens(self, columns: list[str], steps: list[int] | None = None) -> pd.DataFrame:
-        """Columns of the tokens table, with ``step``; all steps by default.
+    def tokens(self, columns: list[str]) -> pd.DataFrame:
+        """Columns of the tokens table, with ``step``, of all steps.
 
         Raises:
             InputError: a part cannot be read.
         """
         frames = []
-        for step in self.steps["step"] if steps is None else steps:
+        for step in self.steps["step"]:
             part = self.folder / "tokens" / f"step={step}" / "part-0.parquet"
             if part.exists():
                 frame = read_rows(part).select(columns).to_pandas()

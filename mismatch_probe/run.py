@@ -91,6 +91,12 @@ class Rollouts:
         return np.repeat(np.arange(len(self), dtype=np.int64), self.response.lengths)
 
     @property
+    def group_of_sequence(self) -> Ints:
+        """Prompt group of each row, numbered 0, 1, ... in the order of their ids, (n,)."""
+        _, group = np.unique(self.group_id.astype(str), return_inverse=True)
+        return group.astype(np.int64)
+
+    @property
     def position_of_token(self) -> Ints:
         """0-based place of each token in its response, masked tokens counted, (tokens,)."""
         starts = np.repeat(self.response.offsets[:-1], self.response.lengths)

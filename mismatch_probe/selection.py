@@ -52,8 +52,8 @@ def limit_sequences(rollouts: Rollouts, limit: int, seed: int, step: int) -> Rol
     """Whole prompt groups, drawn by seed, up to ``limit`` sequences (at least one group)."""
     if len(rollouts) <= limit:
         return rollouts
-    names, group = np.unique(rollouts.group_id.astype(str), return_inverse=True)
+    group = rollouts.group_of_sequence
     size = np.bincount(group)
-    order = np.random.default_rng([seed, step]).permutation(len(names))
+    order = np.random.default_rng([seed, step]).permutation(len(size))
     taken = order[: max(1, int((np.cumsum(size[order]) <= limit).sum()))]
     return rollouts.take(np.flatnonzero(np.isin(group, taken)).astype(np.int64))

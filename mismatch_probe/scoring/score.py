@@ -17,6 +17,8 @@ from mismatch_probe.scoring.network import NetworkCache, ScoringOptions
 from mismatch_probe.scoring.plan import STATE_BYTES, batches, shards
 from mismatch_probe.scoring.states import hidden_states
 
+GIVES_NO_NUMBER = "gives no number (NaN weights or overflow)"
+"""End of the reason of tokens at which a network gave NaN."""
 NOISE_SEQUENCES = 8
 """Sequences a step that are scored a second time, alone, for the noise floor."""
 
@@ -156,7 +158,7 @@ class StepScorer:
         for role, own in (("stale", stale), ("trainer", trainer)):
             if own is not None:
                 lost = int(np.isnan(getattr(scores, f"{role}_logprob")[place]).sum())
-                _count(scores.reasons, f"{own.name} gives no number (NaN weights or overflow)", lost)
+                _count(scores.reasons, f"{own.name} {GIVES_NO_NUMBER}", lost)
 
     def _measure_noise(
         self, scores: StepScores, rollouts: Rollouts, mine: Bools, paths: tuple[Path | None, Path | None], count: int

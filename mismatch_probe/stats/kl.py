@@ -6,8 +6,6 @@ import numpy as np
 
 from mismatch_probe.stats.types import Floats
 
-ESTIMATORS = ("k1", "k2", "k3")
-
 
 def k_terms(log_ratios: Floats) -> dict[str, Floats]:
     """Terms whose means estimate KL(mu || p), tokens drawn from mu and x = log p - log mu; nats, (n,).

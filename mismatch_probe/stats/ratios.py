@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mismatch_probe.stats.types import Bools, Floats, Ints
+from mismatch_probe.stats.types import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ def group_log_means(log_weights: Floats, levels: Levels) -> Floats:
     return out
 
 
-def drop_nulls(values: Floats, *others: Ints) -> tuple[Floats, tuple[Ints, ...], Bools]:
-    """Values that are not null, the matching entries of ``others``, and the mask that chose them."""
+def drop_nulls(values: Floats, group: Ints) -> tuple[Floats, Ints]:
+    """Values that are not null, and the group of each."""
     known = ~np.isnan(values)
-    return values[known], tuple(other[known] for other in others), known
+    return values[known], group[known]

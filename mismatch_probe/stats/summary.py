@@ -117,7 +117,7 @@ def _moments(tokens: StepTokens, bootstrap: ClusterBootstrap) -> dict[str, Inter
     terms["entropy_trainer"] = (tokens.entropy_trainer, mean)
     out = {}
     for name, (values, statistic) in terms.items():
-        known, (group,), _ = drop_nulls(values, tokens.levels.group)
+        known, group = drop_nulls(values, tokens.levels.group)
         out[name] = bootstrap.interval(group_sums([known], group, bootstrap.n_groups), statistic)
     return out
 
@@ -130,7 +130,7 @@ def _ess(tokens: StepTokens, bootstrap: ClusterBootstrap) -> dict[str, Interval]
     group_of = {"token": levels.group, "sequence": levels.group_of_sequence, "prompt": groups}
     for ratio, log_weights in _ratios(tokens).items():
         for level, values in level_log_weights(log_weights, levels).items():
-            known, (group,), _ = drop_nulls(values, group_of[level])
+            known, group = drop_nulls(values, group_of[level])
             weights = np.exp(known - known.max()) if len(known) else known
             sums = group_sums([weights, np.square(weights)], group, bootstrap.n_groups)
             out[f"ess_{ratio}_{level}"] = bootstrap.interval(sums, ess_from_sums)
