@@ -20,6 +20,7 @@ from mismatch_probe.cli_options import (
     ReadableFormat,
     RunArgument,
     RunFormatOption,
+    SetOption,
     SkipBadRowsOption,
     StrictOption,
     ThresholdOption,
@@ -58,6 +59,7 @@ def root(
 def inspect(
     run_dir: RunArgument = Path("."),
     run_format: RunFormatOption = None,
+    overrides: SetOption = None,
     format: Annotated[DataFormat, typer.Option("--format", help="How to print.")] = DataFormat.text,
     skip_bad_rows: SkipBadRowsOption = False,
     strict: StrictOption = False,
@@ -68,7 +70,7 @@ def inspect(
     from mismatch_probe.reporters import inspection as reporter
     from mismatch_probe.reporters.terminal import stdout
 
-    found = inspect_run(open_run(run_dir, ReadOptions(skip_bad_rows, strict), run_format))
+    found = inspect_run(open_run(run_dir, ReadOptions(skip_bad_rows, strict, tuple(overrides or ())), run_format))
     if format is DataFormat.json:
         sys.stdout.write(reporter.as_json(found) + "\n")
     else:
@@ -103,6 +105,7 @@ def decompose(
     ess_threshold: ThresholdOption = 0.5,
     confidence: ConfidenceOption = 0.95,
     run_format: RunFormatOption = None,
+    overrides: SetOption = None,
     skip_bad_rows: SkipBadRowsOption = False,
     strict: StrictOption = False,
     quiet: QuietOption = False,
@@ -115,6 +118,7 @@ def decompose(
         output,
         overwrite,
         run_format,
+        tuple(overrides or ()),
         quiet,
         steps=steps,
         limit=limit,

@@ -18,10 +18,16 @@ from mismatch_probe.selection import StepSelection
 
 
 def run_decompose(
-    run_dir: Path, output: Path | None, overwrite: bool, run_format: str | None, quiet: bool, **options: Any
+    run_dir: Path,
+    output: Path | None,
+    overwrite: bool,
+    run_format: str | None,
+    overrides: tuple[str, ...],
+    quiet: bool,
+    **options: Any,
 ) -> int:
     """Read, decompose, print the table. ``options`` are the fields of DecomposeOptions, ``steps`` as text."""
-    run = open_run(run_dir, ReadOptions(options["skip_bad_rows"], options["strict"]), run_format)
+    run = open_run(run_dir, ReadOptions(options["skip_bad_rows"], options["strict"], overrides), run_format)
     text = options.pop("steps")
     steps = None if text is None else StepSelection(text)
     from mismatch_probe.decompose import DecomposeOptions, decompose

@@ -44,7 +44,11 @@ AnalysisOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="Analysis folder; default RUN_DIR/mismatch_probe.")
 ]
 RunFormatOption = Annotated[
-    str | None, typer.Option("--run-format", help="native or nemo-rl, instead of recognising it.")
+    str | None, typer.Option("--run-format", help="Framework that wrote the run, instead of recognising it.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A run.toml key, over what the run says. Repeatable."),
 ]
 LevelOption = Annotated[Level, typer.Option(help="Level at which breakdown is judged.")]
 ThresholdOption = Annotated[float, typer.Option(min=0, max=1, help="ESS of the lag below it is a breakdown.")]

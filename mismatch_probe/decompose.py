@@ -159,12 +159,13 @@ class _Job:
     def record(self, steps: tuple[Step, ...]) -> dict[str, Any]:
         """What ``run.json`` says: everything needed to know what was compared with what."""
         run = self._run
-        settings = {key: value for key, value in asdict(run.settings).items() if key != "assumed"}
+        settings = {key: value for key, value in asdict(run.settings).items() if key != "sources"}
         options = asdict(self._options)
         options["steps"] = None if self._options.steps is None else self._options.steps.text
         return {
             "schema_version": 1,
             "run": {"name": self.provenance["run"], "format": run.format, "settings": settings},
+            "sources": dict(sorted(run.settings.sources.items())),
             "assumed": sorted(run.settings.assumed),
             "versions": {
                 "mismatch-probe": __version__,

@@ -72,6 +72,12 @@ class Inspection:
     notices: tuple[str, ...]
 
 
+_SHOWN = (
+    *("temperature", "top_p", "top_k", "logprobs_mode", "trainer_dtype", "vocab_size"),
+    *("checkpoints", "sampler_checkpoints", "adapter_base", "sampler_lag", "group_size"),
+)
+
+
 def inspect_run(run: Run, max_tokens: int = CPU_MAX_TOKENS) -> Inspection:
     """Read every step's rollouts and the checkpoints' headers; no weights, no torch."""
     steps: list[StepInspection] = []
@@ -116,15 +122,13 @@ def inspect_run(run: Run, max_tokens: int = CPU_MAX_TOKENS) -> Inspection:
 
 
 def _settings(run: Run) -> dict[str, str]:
-    settings, assumed = run.settings, run.settings.assumed
-    origin = "run.toml" if "run.toml" not in assumed else "no run.toml"
+    """Each setting that bears on a number, with where it comes from."""
+    settings = run.settings
     out = {}
-    for key in ("temperature", "top_p", "top_k", "logprobs_mode", "trainer_dtype", "vocab_size"):
+    for key in _SHOWN:
         value = getattr(settings, key)
-        if value is None:
-            continue
-        unstated = key in assumed or "run.toml" in assumed
-        out[key] = f"{value} ({'assumed' if unstated else origin})"
+        if value is not None:
+            out[key] = f"{value} ({settings.sources.get(key, 'assumed')})"
     return out
 
 

@@ -135,7 +135,7 @@ def semantic_reasons(run: Run) -> list[str]:
             "log of the mass that was kept, and mean weights fall below 1 by what was cut"
         )
     if run.trainer_checkpoints is not None and "temperature" in settings.assumed:
-        reasons.append("temperature 1 is assumed: run.toml does not state it")
+        reasons.append("temperature 1 is assumed: nothing states it. Pass --set temperature=VALUE if it was another")
     if settings.filtered:
         reasons.append(f"rows were dropped before logging ({settings.filtered}): mean weights can differ from 1")
     return reasons

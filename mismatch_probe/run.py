@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -154,13 +154,26 @@ class CheckpointPattern:
         """Versions whose directory exists, ascending."""
         glob = re.sub(r"\{version[^}]*\}", "*", self.pattern)
         matcher = re.compile(re.sub(r"\\\{version[^}]*\\\}", r"(\\d+)", re.escape(self.pattern)) + "$")
-        found = (matcher.search(path.as_posix()) for path in self.root.glob(glob) if path.is_dir())
+        found = (matcher.search(path.as_posix()) for path in self._matching(glob))
         return sorted(int(match.group(1)) for match in found if match)
+
+    def _matching(self, glob: str) -> list[Path]:
+        pattern = Path(glob)
+        if pattern.is_absolute():
+            return list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
+        return list(self.root.glob(glob))
+
+
+_CLAIMS = ("temperature", "top_p", "top_k", "logprobs_mode", "trainer_dtype")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the run declares of itself (``run.toml`` keys). ``assumed`` names those that hold a default."""
+    """What the run declares of itself (``run.toml`` keys); ``sources`` says where each declared one was found.
+
+    ``sampler_lag`` is how many updates the sampler's weights are behind the trainer's where the dump names no version,
+    ``group_size`` how many consecutive rows share a prompt where it names no group.
+    """
 
     name: str = ""
     model: str = ""
@@ -177,7 +190,14 @@ class Settings:
     filtered: str | None = None
     checkpoints: str | None = None
     sampler_checkpoints: str | None = None
-    assumed: frozenset[str] = frozenset()
+    sampler_lag: int | None = None
+    group_size: int | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def assumed(self) -> frozenset[str]:
+        """Keys whose default is a claim about the run that nobody made."""
+        return frozenset(key for key in _CLAIMS if key not in self.sources)
 
     @property
     def scoring_temperature(self) -> float:
@@ -195,7 +215,8 @@ class Run:
     """A run directory, as a reader understood it.
 
     ``trainer_checkpoints`` finds the trainer's weights by version and ``sampler_checkpoints`` the sampler's; both are
-    None when the format has none. ``trainer_version(step)`` is the version that step ``step`` updates.
+    None when the format has none. Step k updates version k + ``first_version``: frameworks that count steps from 1 have
+    -1 there. Version 0 may lie elsewhere, at ``initial``: the model that training began with.
     """
 
     path: Path
@@ -205,23 +226,26 @@ class Run:
     trainer_checkpoints: CheckpointPattern | None = None
     sampler_checkpoints: CheckpointPattern | None = None
     versions_known: bool = True
+    first_version: int = 0
+    initial: Path | None = None
     notices: tuple[str, ...] = ()
 
     def trainer_version(self, step: int) -> int:
-        """Version of the weights that the step updates: k for step k, or UNKNOWN_VERSION."""
-        return step if self.versions_known else UNKNOWN_VERSION
+        """Version of the weights that the step updates, or UNKNOWN_VERSION."""
+        return step + self.first_version if self.versions_known else UNKNOWN_VERSION
 
     def trainer_checkpoint(self, version: int) -> Path | None:
         """Directory of the trainer's weights, None when the run holds none."""
-        return _existing(self.trainer_checkpoints, version)
+        return self._existing(self.trainer_checkpoints, version)
 
     def sampler_checkpoint(self, version: int) -> Path | None:
         """Directory of the weights that the sampler was given at ``version``."""
-        return _existing(self.sampler_checkpoints or self.trainer_checkpoints, version)
+        return self._existing(self.sampler_checkpoints or self.trainer_checkpoints, version)
 
-
-def _existing(pattern: CheckpointPattern | None, version: int) -> Path | None:
-    if pattern is None or version == UNKNOWN_VERSION:
-        return None
-    path = pattern.path(version)
-    return path if path.is_dir() else None
+    def _existing(self, pattern: CheckpointPattern | None, version: int) -> Path | None:
+        if pattern is None or version < 0:
+            return None
+        path = pattern.path(version)
+        if path.exists():
+            return path
+        return self.initial if version == 0 else None

@@ -12,6 +12,7 @@ import pytest
 from mismatch_probe.entry import main
 from mismatch_probe.errors import InputError, NothingToJudgeError
 from mismatch_probe.readers import ReadOptions, open_run
+from tests.reader_fuzz import fuzz
 
 
 def line(rng: np.random.Generator, idx: int, width: int = 12, prompt: tuple[int, ...] = (7, 8, 9), **changes) -> dict:
@@ -153,3 +154,13 @@ def test_exact_zeros_are_said(tmp_path: Path) -> None:
     entry["generation_logprobs"][0][3] = 0.0
     rollouts = open_run(write(tmp_path, [entry])).steps[0].load()
     assert "exactly 0.0 at 1 loss tokens" in rollouts.notices[0] and rollouts.sampler_logprob[0] == 0.0
+
+
+def test_damaged_files_read_or_end_in_a_clean_error() -> None:
+    def make(run_dir: Path) -> Path:
+        rng = np.random.default_rng(3)
+        write(run_dir, [line(rng, i) for i in range(6)])
+        return run_dir / "train_data_step1.jsonl"
+
+    fuzz(make)
+    fuzz(make, skip_bad_rows=True)

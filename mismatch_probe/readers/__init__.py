@@ -6,13 +6,17 @@ scoring or stats.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from mismatch_probe.errors import InputError, UsageError
 from mismatch_probe.readers import native, nemo_rl
 from mismatch_probe.readers.options import ReadOptions
-from mismatch_probe.run import Run
+from mismatch_probe.run import UNKNOWN_VERSION, Rollouts, Run, Step
 
 __all__ = ["FORMATS", "ReadOptions", "Reader", "open_run"]
 
@@ -50,10 +54,32 @@ def open_run(path: Path, options: ReadOptions | None = None, format: str | None 
             raise UsageError(f"--run-format {format}: unknown; known are {', '.join(FORMATS)}")
     else:
         chosen = [reader for reader in _READERS if reader.matches(path)]
+        if not chosen and (path / "run.toml").is_file():
+            chosen = [native]
     if not chosen:
         looked = "; ".join(f"{reader.FORMAT}: {reader.LOOKS_FOR}" for reader in _READERS)
         raise InputError(f"{path}: no run found. Looked for {looked}")
     if len(chosen) > 1:
         names = " and ".join(reader.FORMAT for reader in chosen)
         raise UsageError(f"{path}: matches {names}. Choose one with --run-format")
-    return chosen[0].read(path, options)
+    return _with_versions(chosen[0].read(path, options))
+
+
+def _with_versions(run: Run) -> Run:
+    """Tokens whose sampler version the dump does not name get it from ``sampler_lag``, where that is declared."""
+    lag = run.settings.sampler_lag
+    if lag is None:
+        return run
+    known = replace(run, versions_known=True)
+
+    def load(step: Step) -> Rollouts:
+        rollouts, version = step.load(), known.trainer_version(step.index) - lag
+        unknown = rollouts.sampler_version == UNKNOWN_VERSION
+        if version < 0 or not unknown.any():
+            return rollouts
+        said = f"step {step.index}: the dump names no sampler version; {version} by sampler_lag = {lag} ({source})"
+        versions = np.where(unknown, version, rollouts.sampler_version)
+        return replace(rollouts, sampler_version=versions, notices=(*rollouts.notices, said))
+
+    source = run.settings.sources["sampler_lag"]
+    return replace(known, steps=tuple(replace(step, load=partial(load, step)) for step in run.steps))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -16,7 +17,48 @@ from mismatch_probe.errors import BadFileError
 Row = dict[str, Any]
 Torn = Callable[[int, str], None]
 
+_COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+_LARGEST_RATIO = 50
+_LARGEST_SMALL = 64 << 20
 _REPAIR = "Restore the file, or pass --skip-bad-rows to analyse the rest"
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's content; ``.gz`` and ``.zst`` files are unpacked.
+
+    Raises:
+        BadFileError: it cannot be read or unpacked, or it unpacks to far more than a log compresses to.
+    """
+    kind = _COMPRESSION.get(path.suffix)
+    try:
+        if kind is None:
+            return path.read_bytes()
+        limit = _LARGEST_RATIO * path.stat().st_size + _LARGEST_SMALL
+        with pa.input_stream(str(path), compression=kind) as stream:
+            data = bytes(stream.read(limit + 1))
+    except (OSError, pa.ArrowException) as error:
+        reason = f"cannot be read ({(str(error) or type(error).__name__).splitlines()[0]})"
+        raise BadFileError(path, None, reason, "Restore the file, or check its permissions") from None
+    if len(data) > limit:
+        raise BadFileError(path, None, f"unpacks to more than {_LARGEST_RATIO} times its size", "Unpack it by hand")
+    return data
+
+
+def parse_json(line: bytes) -> Any:
+    """One JSON value; ``NaN`` and ``Infinity`` are accepted, as Python's json writes them.
+
+    Raises:
+        ValueError: not JSON, not UTF-8, or nested too deeply.
+    """
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        pass
+    # The strict parser also refuses NaN, Infinity and integers beyond 64 bits.
+    try:
+        return json.loads(line.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def jsonl_rows(path: Path, on_torn: Torn, on_bad: Torn | None) -> Iterator[tuple[int, Row]]:
@@ -25,16 +67,24 @@ def jsonl_rows(path: Path, on_torn: Torn, on_bad: Torn | None) -> Iterator[tuple
     A last line that does not parse is a torn write: ``on_torn(line, reason)``. One in the middle goes to ``on_bad``, or
     raises BadFileError where that is None. ``NaN`` and ``Infinity``, which several writers emit, are accepted.
     """
-    try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        raise BadFileError(path, None, f"cannot be read ({error.strerror})", "Check the file's permissions") from None
-    filled = [number for number, line in enumerate(lines, 1) if line.strip()]
+    for number, row in jsonl_values(path, on_torn, on_bad):
+        if isinstance(row, dict):
+            yield number, row
+            continue
+        reason = f"not valid JSON (a JSON {type(row).__name__} where an object was expected)"
+        if on_bad is None:
+            raise BadFileError(path, number, reason, _REPAIR)
+        on_bad(number, reason)
+
+
+def jsonl_values(path: Path, on_torn: Torn, on_bad: Torn | None) -> Iterator[tuple[int, Any]]:
+    """As ``jsonl_rows``, for writers whose lines hold any JSON value."""
+    lines = read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    # NUL bytes at the end are a file system's filler after a crash: blank.
+    filled = [number for number, line in enumerate(lines, 1) if line.strip(b" \t\r\0")]
     for number in filled:
         try:
-            row = json.loads(lines[number - 1].decode("utf-8"))
-            if not isinstance(row, dict):
-                raise ValueError(f"a JSON {type(row).__name__} where an object was expected")
+            row = parse_json(lines[number - 1])
         except ValueError as error:
             reason = f"not valid JSON ({str(error).splitlines()[0]})"
             # A writer that was killed leaves its last line unfinished: cut short and without a newline.

@@ -11,18 +11,18 @@ from mismatch_probe.errors import BadFileError, InputError
 from mismatch_probe.readers.files import jsonl_rows, parquet_rows
 from mismatch_probe.readers.options import ReadOptions
 from mismatch_probe.readers.rows import RowBuilder
-from mismatch_probe.readers.settings import read_settings
-from mismatch_probe.run import CheckpointPattern, Rollouts, Run, Settings, Step
+from mismatch_probe.readers.settings import settle
+from mismatch_probe.run import CheckpointPattern, Rollouts, Run, Step
 
 FORMAT = "native"
 LOOKS_FOR = "run.toml, or rollouts/step_*.parquet or .jsonl"
 
-_STEP_FILE = re.compile(r"step_(\d+)(?:_rank_\d+)?\.(?:parquet|jsonl)")
+_STEP_FILE = re.compile(r"step_(\d+)(?:_rank_\d+)?\.(?:parquet|jsonl(?:\.gz|\.zst)?)")
 
 
 def matches(path: Path) -> bool:
-    """True for a directory with ``run.toml`` or step files under ``rollouts/``."""
-    return (path / "run.toml").is_file() or bool(_step_files(path))
+    """True for a directory with step files under ``rollouts/``."""
+    return bool(_step_files(path))
 
 
 def read(path: Path, options: ReadOptions) -> Run:
@@ -33,7 +33,7 @@ def read(path: Path, options: ReadOptions) -> Run:
         InputError: there are no step files, or the run declares a PEFT adapter.
     """
     toml = path / "run.toml"
-    settings = read_settings(toml) if toml.is_file() else Settings(assumed=frozenset(["run.toml"]))
+    settings = settle(path, options)
     if settings.adapter_base is not None:
         raise InputError(f"{toml}: adapter_base: adapters are not read yet. Merge each adapter into its base first")
     files = _step_files(path)

@@ -21,13 +21,13 @@ from mismatch_probe.errors import InputError, NothingToJudgeError
 from mismatch_probe.readers.files import Row, jsonl_rows
 from mismatch_probe.readers.options import ReadOptions
 from mismatch_probe.readers.rows import RowBuilder
-from mismatch_probe.run import Rollouts, Run, Settings, Step
+from mismatch_probe.readers.settings import settle
+from mismatch_probe.run import Rollouts, Run, Step
 
 FORMAT = "nemo-rl"
 LOOKS_FOR = "train_data_step*.jsonl with generation_logprobs"
 
 _FILE = re.compile(r"train_data_step(\d+)\.jsonl")
-_UNSTATED = ("temperature", "top_p", "top_k", "logprobs_mode", "trainer_dtype")
 
 
 def matches(path: Path) -> bool:
@@ -57,7 +57,7 @@ def read(path: Path, options: ReadOptions) -> Run:
         Step(index, tuple(paths), partial(_load, index, tuple(paths), path, options))
         for index, paths in sorted(files.items())
     )
-    settings = Settings(name=folders[0].name, assumed=frozenset(_UNSTATED))
+    settings = settle(path, options, {"name": (folders[0].name, "directory name")})
     notices = (
         "NeMo-RL logs both log-probs but no weight version: the total ratio is exact, "
         "its split into discrepancy and lag is not identifiable",

@@ -197,8 +197,10 @@ def _integers(value: Any, key: str) -> Ints:
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         return value.astype(np.int64)
     # Ids written as text, or true and false in their place, are a writer's mistake even where they look like numbers.
-    items = value if isinstance(value, list) else np.asarray(value).ravel()[:1].tolist()
-    if any(isinstance(item, bool | str) for item in items):
+    kinds = (
+        set(map(type, value)) if isinstance(value, list) else {type(i) for i in np.asarray(value).ravel()[:1].tolist()}
+    )
+    if kinds & {bool, str}:
         raise _Misfit(f"{key} holds values that are not integers")
     array = _array(value, key)
     if array.ndim != 1:

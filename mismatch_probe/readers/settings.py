@@ -1,21 +1,107 @@
-"""``run.toml``: what a run declares of itself."""
+"""What a run declares of itself: options, ``run.toml``, the framework's own config files, in that order."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mismatch_probe.errors import BadFileError
+from mismatch_probe.errors import BadFileError, UsageError
+from mismatch_probe.readers.options import ReadOptions
 from mismatch_probe.run import Settings
 
-_KEYS = tuple(f.name for f in fields(Settings) if f.name != "assumed")
-_DECLARED = ("temperature", "top_p", "top_k", "logprobs_mode", "trainer_dtype")
-"""Keys whose default is a claim about the run: ``inspect`` marks it as assumed."""
+KEYS = tuple(f.name for f in fields(Settings) if f.name != "sources")
+
+Found = Mapping[str, tuple[Any, str]]
+"""Settings by key, each with where it was found: {"temperature": (0.7, "config.yaml: policy.temperature")}."""
+
+
+def settle(path: Path, options: ReadOptions, found: Found | None = None) -> Settings:
+    """Settings of the run directory ``path``.
+
+    An option (``--set KEY=VALUE``) wins over ``run.toml``, and that over ``found``, what the framework's own files say.
+    What nobody says keeps its default and is listed in ``Settings.assumed``.
+
+    Raises:
+        BadFileError: ``run.toml``, or a value in ``found``, is wrong.
+        UsageError: an option is.
+    """
+    values, sources = {}, {}
+    for key, (value, where) in (found or {}).items():
+        try:
+            values[key] = checked(key, value)
+        except ValueError as error:
+            raise BadFileError(where, None, str(error), f"Override it with --set {key}=VALUE") from None
+        sources[key] = where
+    toml = path / "run.toml"
+    if toml.is_file():
+        declared = read_toml(toml)
+        values |= declared
+        sources |= dict.fromkeys(declared, "run.toml")
+    options_given = _parse(options.overrides)
+    values |= options_given
+    sources |= dict.fromkeys(options_given, "--set")
+    return Settings(**values, sources=sources)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read ``run.toml``.
+
+    Raises:
+        BadFileError: not TOML, an unknown key (the nearest known one is named) or a value of the wrong kind.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise BadFileError(path, None, f"not readable as TOML ({error})", "Mend the file") from None
+    for key in table:
+        if key not in KEYS:
+            raise BadFileError(path, None, f"unknown key {key!r}", _nearest(key))
+    try:
+        return {key: checked(key, value) for key, value in table.items()}
+    except ValueError as error:
+        raise BadFileError(path, None, str(error), "Mend the value") from None
+
+
+def checked(key: str, value: Any) -> Any:
+    """The value of one key in the form that Settings holds.
+
+    Raises:
+        ValueError: it is of the wrong kind; the text says what is expected.
+    """
+    fits, expected = _CHECKS.get(key, (lambda v: isinstance(v, str), "a string"))
+    if not fits(value):
+        raise ValueError(f"{key} = {value!r} is not {expected}")
+    if key == "eos_token_id":
+        return tuple(value) if isinstance(value, list) else (value,)
+    return float(value) if key in ("temperature", "top_p") else value
+
+
+def _parse(overrides: tuple[str, ...]) -> dict[str, Any]:
+    values = {}
+    for text in overrides:
+        key, equals, raw = text.partition("=")
+        key = key.strip()
+        if not equals or key not in KEYS:
+            raise UsageError(f"--set {text}: {'unknown key' if equals else 'not KEY=VALUE'}. {_nearest(key)}")
+        try:
+            value = tomllib.loads(f"value = {raw}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = raw.strip()  # a bare word is a string
+        try:
+            values[key] = checked(key, value)
+        except ValueError as error:
+            raise UsageError(f"--set {text}: {error}") from None
+    return values
+
+
+def _nearest(key: str) -> str:
+    near = difflib.get_close_matches(key, KEYS, 1)
+    return f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(KEYS)}"
 
 
 def _integer(value: Any) -> bool:
@@ -40,31 +126,6 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eos_token_id": (_token_ids, "an integer or a list of integers"),
     "pad_token_id": (_integer, "an integer"),
     "max_response_length": (lambda v: _integer(v) and v > 0, "an integer above 0"),
+    "sampler_lag": (lambda v: _integer(v) and v >= 0, "an integer, 0 or more"),
+    "group_size": (lambda v: _integer(v) and v > 0, "an integer above 0"),
 }
-
-
-def read_settings(path: Path) -> Settings:
-    """Read ``run.toml``.
-
-    Raises:
-        BadFileError: not TOML, an unknown key (the nearest known one is named) or a value of the wrong kind.
-    """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadFileError(path, None, f"not readable as TOML ({error})", "Mend the file") from None
-    for key, value in table.items():
-        if key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, 1)
-            remedy = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(_KEYS)}"
-            raise BadFileError(path, None, f"unknown key {key!r}", remedy)
-        fits, expected = _CHECKS.get(key, (lambda v: isinstance(v, str), "a string"))
-        if not fits(value):
-            raise BadFileError(path, None, f"{key} = {value!r} is not {expected}", "Mend the value")
-    if "eos_token_id" in table:
-        ids = table["eos_token_id"]
-        table["eos_token_id"] = tuple(ids) if isinstance(ids, list) else (ids,)
-    for key in ("temperature", "top_p"):
-        if key in table:
-            table[key] = float(table[key])
-    return Settings(**table, assumed=frozenset(key for key in _DECLARED if key not in table))

@@ -1,0 +1,119 @@
+"""``torch.save`` archives (the zip form of torch 1.6 and later) as numpy arrays, without torch and without their code.
+
+The unpickler is C and the tensors are views of the archive's bytes, so this is also faster than
+``torch.load(weights_only=True)``, whose unpickler is Python.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch_probe.errors import BadFileError
+from mismatch_probe.readers.pickles import HARMLESS, REPAIR, Names, first_line, unpickle
+
+
+def load_torch(source: bytes | Path, file: Path, stubs: Callable[[str], bool], extra: Names | None = None) -> Any:
+    """Read what ``torch.save`` wrote (the zip form, torch 1.6 or later): a path, or an archive inside a pickle.
+
+    Args:
+        source: where the archive is.
+        file: the file to name in errors.
+        stubs: which "module.class" may stand as a Stub.
+        extra: further allowed names.
+
+    Raises:
+        BadFileError: as in ``load_pickle``, or not such an archive, or a tensor that does not fit its storage.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(source) if isinstance(source, bytes) else source) as archive:
+            storages = _Storages(archive)
+            data = storages.member("data.pkl")
+            return unpickle(data, file, stubs, {**HARMLESS, **_TORCH, **(extra or {})}, storages.get)
+    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError) as error:
+        raise BadFileError(file, None, f"not a readable torch archive ({first_line(error)})", REPAIR) from None
+
+
+class _Storages:
+    """The members of a torch archive."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+        self._names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        self._loaded: dict[str, bytes] = {}
+
+    def member(self, name: str) -> bytes:
+        """Bytes of one member; torch stores, it never compresses, so no member is larger than the archive."""
+        info = self._names.get(name)
+        if info is None:
+            raise zipfile.BadZipFile(f"no {name} in it")
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise zipfile.BadZipFile(f"{name} is compressed, which torch.save does not do")
+        return self._archive.read(info)
+
+    def get(self, pid: Any) -> _Storage:
+        """The storage that a persistent id names: ("storage", type, key, device, elements)."""
+        kind, storage_type, key, _, _ = pid
+        if kind != "storage":
+            raise pickle.UnpicklingError(f"it refers to {kind!r}")
+        if key not in self._loaded:
+            self._loaded[key] = self.member(f"data/{key}")
+        return _Storage(self._loaded[key], storage_type)
+
+
+class _Storage:
+    def __init__(self, data: bytes, dtype: str) -> None:
+        self.data, self.dtype = data, dtype
+
+
+_STORAGES = {
+    "DoubleStorage": "f8",
+    "FloatStorage": "f4",
+    "HalfStorage": "f2",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "i8",
+    "IntStorage": "i4",
+    "ShortStorage": "i2",
+    "CharStorage": "i1",
+    "ByteStorage": "u1",
+    "BoolStorage": "?",
+}
+
+
+def _tensor(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> Any:
+    """A strided view of a storage, copied; every element must lie inside it."""
+    size, stride = tuple(int(n) for n in size), tuple(int(n) for n in stride)
+    code = "<u2" if storage.dtype == "bfloat16" else f"<{storage.dtype}" if storage.dtype != "?" else "?"
+    flat = np.frombuffer(storage.data, dtype=code)
+    if min((*size, *stride, offset, 0)) < 0 or len(size) != len(stride):
+        raise ValueError("a tensor with negative sizes")
+    elements = int(np.prod(np.array(size, dtype=object))) if size else 1
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if elements and (last >= len(flat) or (elements > len(flat) and 0 not in stride)):
+        raise ValueError("a tensor larger than its storage")
+    if elements > 64 * len(flat) + 4096:
+        raise ValueError("an expanded tensor far larger than its storage")
+    if not elements:
+        return np.zeros(size, dtype="f4" if storage.dtype == "bfloat16" else flat.dtype)
+    steps = tuple(step * flat.itemsize for step in stride)
+    view = np.lib.stride_tricks.as_strided(flat[offset:], size, steps, writeable=False).copy()
+    return (view.astype(np.uint32) << 16).view(np.float32) if storage.dtype == "bfloat16" else view
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+_TORCH: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch", "Size"): tuple,
+    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+}
