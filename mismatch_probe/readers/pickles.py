@@ -223,6 +223,10 @@ def _bytearray(data: Any = b"", encoding: str = "latin1") -> bytearray:
     return bytearray(data.encode(encoding) if isinstance(data, str) else bytes(memoryview(data)))
 
 
+def _bytes(data: bytes | str = b"", encoding: str = "latin1") -> bytes:
+    return bytes(_bytearray(data, encoding))
+
+
 def _encode(text: str, encoding: str = "latin1") -> bytes:
     return text.encode(encoding)
 
@@ -250,6 +254,7 @@ HARMLESS: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): OrderedDict,
     **{(module, name): kind for module in _BUILTINS for name, kind in (("set", set), ("frozenset", frozenset))},
     **{(module, "bytearray"): _bytearray for module in _BUILTINS},
+    **{(module, "bytes"): _bytes for module in _BUILTINS},
     ("_codecs", "encode"): _encode,
 }
 for _numpy in ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric"):
