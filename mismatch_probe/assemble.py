@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mismatch_probe.resolve import Gaps
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Rollouts
 from mismatch_probe.stats.bootstrap import ClusterBootstrap
 from mismatch_probe.stats.breakdown import StepEss
@@ -46,6 +47,9 @@ class StepData:
     trainer: Floats
     trainer_rescored: Bools
     stale_rescored: Bools
+    trainer_nearest: Bools
+    stale_nearest: Bools
+    gap: int
     split: Split
 
 
@@ -54,7 +58,9 @@ def halves(rollouts: Rollouts) -> Ints:
     return rollouts.group_of_sequence % 2
 
 
-def join(step: int, rollouts: Rollouts, scores: StepScores, trainer_version: int, one_lineage: bool) -> StepData:
+def join(
+    step: int, rollouts: Rollouts, scores: StepScores, trainer_version: int, one_lineage: bool, gaps: Gaps | None = None
+) -> StepData:
     """Choose each log-prob's source and split.
 
     log pi is rescored where there is a checkpoint, else as logged. log pi_s is rescored; without a checkpoint it is
@@ -66,13 +72,16 @@ def join(step: int, rollouts: Rollouts, scores: StepScores, trainer_version: int
         scores: their rescored values.
         trainer_version: version of the trainer's weights, or UNKNOWN_VERSION.
         one_lineage: sampler and trainer versions name the same checkpoints.
+        gaps: which weights are those of a neighbouring version, None for none.
     """
+    gaps = gaps or Gaps()
     counted = rollouts.loss_mask
     rescored, logged = scores.trainer_logprob[counted], rollouts.trainer_logprob[counted]
     # One source for a step: where a network gave NaN, a logged value in its place would mix two programs.
     trainer = logged if np.isnan(rescored).all() else rescored
     stale = scores.stale_logprob[counted]
-    same = (rollouts.sampler_version[counted] == trainer_version) & (trainer_version != UNKNOWN_VERSION) & one_lineage
+    versions = rollouts.sampler_version[counted]
+    same = (versions == trainer_version) & (trainer_version != UNKNOWN_VERSION) & one_lineage
     stale_rescored = ~np.isnan(stale)
     stale = np.where(np.isnan(stale) & same, trainer, stale)
     sampler = rollouts.sampler_logprob[counted]
@@ -89,6 +98,9 @@ def join(step: int, rollouts: Rollouts, scores: StepScores, trainer_version: int
         trainer=trainer,
         trainer_rescored=~np.isnan(rescored),
         stale_rescored=stale_rescored,
+        trainer_nearest=~np.isnan(rescored) & (gaps.trainer != 0),
+        stale_nearest=np.isin(versions, [version for version, gap in gaps.sampler.items() if gap]) & ~np.isnan(stale),
+        gap=gaps.largest,
         split=split(sampler, stale, trainer),
     )
 
@@ -105,7 +117,7 @@ def step_row(
         for end in ("low", "high")
     }
     ess = summary.intervals[f"ess_lag_{judgement.level}"]
-    status = StepEss(data.step, ess.value, ess.low, ess.high).status(judgement.threshold)
+    status = StepEss(data.step, ess.value, ess.low, ess.high, approximate=data.gap > 0).status(judgement.threshold)
     row = {
         "step": data.step,
         **_counts(data),
@@ -179,6 +191,7 @@ def _counts(data: StepData) -> dict[str, Any]:
         "tokens_with_discrepancy": int((~np.isnan(data.split.discrepancy)).sum()),
         "tokens_with_lag": int((~np.isnan(data.split.lag)).sum()),
         "rejected": len(rollouts.rejected),
+        "nearest_gap_max": data.gap,
         "version_lag_mean": float(lags.mean()) if len(lags) else math.nan,
         "version_lag_max": float(lags.max()) if len(lags) else math.nan,
         "response_length_mean": float(lengths.mean()) if len(lengths) else math.nan,

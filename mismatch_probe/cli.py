@@ -101,6 +101,10 @@ def decompose(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run model code that comes with a checkpoint.")
     ] = False,
+    nearest: Annotated[
+        bool,
+        typer.Option("--nearest", help="Where a version has no checkpoint, score the closest; marked approximate."),
+    ] = False,
     ess_level: LevelOption = Level.sequence,
     ess_threshold: ThresholdOption = 0.5,
     confidence: ConfidenceOption = 0.95,
@@ -127,6 +131,7 @@ def decompose(
         dtype=dtype,
         max_tokens=max_tokens,
         trust_remote_code=trust_remote_code,
+        nearest=nearest,
         level=ess_level.value,
         threshold=ess_threshold,
         confidence=confidence,

@@ -13,7 +13,7 @@ from mismatch_probe.folder import analysis_path, open_analysis
 from mismatch_probe.readers import ReadOptions, open_run
 from mismatch_probe.reporters.ess_report import ess_report
 from mismatch_probe.reporters.format import nats
-from mismatch_probe.reporters.terminal import TerminalProgress, decomposition_table, stdout
+from mismatch_probe.reporters.terminal import TerminalProgress, approximation_note, decomposition_table, stdout
 from mismatch_probe.selection import StepSelection
 
 
@@ -56,6 +56,9 @@ def _print_result(run_dir: Path, output: Path | None) -> None:
         style="dim",
     )
     console.print(_bias_sentence(steps), style="dim")
+    note = approximation_note(steps["nearest_gap_max"])
+    if note:
+        console.print(note, style="yellow")
     report = ess_report(steps, analysis.name, options["level"], options["threshold"], options["confidence"])
     console.print()
     console.print(report.verdict, style="bold")

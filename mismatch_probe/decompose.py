@@ -63,6 +63,7 @@ class DecomposeOptions:
     resamples: int = 2000
     skip_bad_rows: bool = False
     strict: bool = False
+    nearest: bool = False
 
 
 def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progress, overwrite: bool = False) -> None:
@@ -134,16 +135,16 @@ class _Job:
         if self._options.limit is not None:
             rollouts = limit_sequences(rollouts, self._options.limit, self._options.seed, step.index)
         version = self._run.trainer_version(step.index)
-        checkpoints = StepCheckpoints(self._run, rollouts, version, self._options.skip_bad_rows)
+        checkpoints = StepCheckpoints(self._run, rollouts, version, self._options.skip_bad_rows, self._options.nearest)
         rollouts = self._set_aside(rollouts, checkpoints, step)
-        for notice in (*rollouts.notices, *checkpoints.problems):
+        for notice in (*rollouts.notices, *checkpoints.problems, *checkpoints.approximations):
             self._say(notice)
         self._progress.step(step.index, sum(tokens for _, tokens in checkpoints.forward_passes(rollouts)))
         scores = self._score(rollouts, checkpoints)
         one_lineage = self._run.sampler_checkpoints is None
-        data = join(step.index, rollouts, scores, version, one_lineage)
+        data = join(step.index, rollouts, scores, version, one_lineage, checkpoints.gaps)
         write_table(token_table(data, self.provenance), out / "tokens" / f"step={step.index}" / "part-0.parquet")
-        reasons = (*semantic_reasons(self._run), *checkpoints.problems)
+        reasons = (*semantic_reasons(self._run), *checkpoints.problems, *checkpoints.approximations)
         row, summary = step_row(data, self._judgement, self._bias, reasons)
         self._bias = summary.bias
         self.places.append(place_table(step.index, summary.places, self.provenance))

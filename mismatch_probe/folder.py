@@ -18,6 +18,7 @@ import pandas as pd
 
 from mismatch_probe.errors import InputError, UsageError
 from mismatch_probe.table_io import STAGING, output_error, read_rows
+from mismatch_probe.tables import STEPS
 
 DEFAULT_NAME = "mismatch_probe"
 _PARTS = ("tokens", "sequences.parquet", "steps.parquet", "places.parquet", "rejected.parquet", "run.json")
@@ -199,7 +200,14 @@ def open_analysis(run_dir: Path, output: Path | None) -> Analysis:
         raise InputError(
             f"{folder / 'run.json'}: not readable ({error}). Run decompose again with --overwrite"
         ) from None
-    return Analysis(folder, read_rows(steps).to_pandas(), record)
+    table = read_rows(steps)
+    absent = [column.name for column in STEPS if column.name not in table.column_names]
+    if absent:
+        raise InputError(
+            f"{steps}: no column {absent[0]}, so another version of mismatch-probe wrote it. Run decompose again with "
+            "--overwrite"
+        )
+    return Analysis(folder, table.to_pandas(), record)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

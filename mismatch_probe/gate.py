@@ -41,13 +41,14 @@ class Check:
         """The check in words."""
         if self.outcome is Outcome.UNJUDGED:
             return (
-                f"{self.name}: not judged, null at all {self.steps} steps (see reasons in steps.parquet); "
+                f"{self.name}: not judged, null or approximate at all {self.steps} steps "
+                "(see reasons in steps.parquet); "
                 "switch it off if that is expected"
             )
         ends = "" if math.isnan(self.low) else f" [{self.low:.4g}, {self.high:.4g}]"
         worst = f"worst {self.value:.4g}{ends} at step {self.step}, threshold {self.threshold:g}"
         null = self.steps - self.steps_judged
-        judged = f"{self.steps_judged} steps judged" + (f", {null} null" if null else "")
+        judged = f"{self.steps_judged} steps judged" + (f", {null} null or approximate" if null else "")
         if self.outcome is Outcome.PASSED:
             return f"{self.name}: {worst}, {judged}"
         return (
@@ -99,7 +100,15 @@ def _mass_errors(steps: pd.DataFrame) -> pd.DataFrame:
     excess = steps[column] - 1
     low, high = steps[f"{column}_ci_low"] - 1, steps[f"{column}_ci_high"] - 1
     error = excess.abs().where((low > 0) | (high < 0) | excess.isna(), 0.0)
-    return pd.DataFrame({"step": steps["step"], "error": error, "error_ci_low": math.nan, "error_ci_high": math.nan})
+    return pd.DataFrame(
+        {
+            "step": steps["step"],
+            "nearest_gap_max": steps["nearest_gap_max"],
+            "error": error,
+            "error_ci_low": math.nan,
+            "error_ci_high": math.nan,
+        }
+    )
 
 
 def _check(
@@ -110,7 +119,8 @@ def _check(
     fails: Callable[[pd.Series], pd.Series],
     lowest_is_worst: bool = False,
 ) -> Check:
-    judged = steps[steps[column].notna()]
+    # A step scored at other weights than its own passes nothing and fails nothing.
+    judged = steps[steps[column].notna() & (steps["nearest_gap_max"] == 0)]
     if judged.empty:
         return Check(name, Outcome.UNJUDGED, threshold, steps=len(steps))
     failing = judged[fails(judged[column])]

@@ -9,11 +9,14 @@ import numpy as np
 
 from mismatch_probe.cost import PassCost, seconds
 from mismatch_probe.resolve import StepCheckpoints, semantic_reasons, set_aside
-from mismatch_probe.run import UNKNOWN_VERSION, Rejected, Rollouts, Run
+from mismatch_probe.run import UNKNOWN_VERSION, Bools, Ints, Rejected, Rollouts, Run
 from mismatch_probe.scoring.plan import CPU_MAX_TOKENS
 
 QUANTITIES = ("discrepancy", "lag", "log_ratio", "full_vocabulary")
 """What can be known of a token: D, L, d, and the exact KL, total variation and bias of the lag."""
+
+LOG_PROBS = ("sampler", "stale_trainer", "trainer")
+"""log mu, log pi_s, log pi."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,13 @@ class Missing:
 
 @dataclass(frozen=True)
 class StepInspection:
-    """One step; ``can`` maps each of QUANTITIES to the share of counted tokens for which it can be computed."""
+    """One step.
+
+    ``sources`` maps each of LOG_PROBS to the share of counted tokens by where its value comes from: "logged",
+    "rescored", "nearest" (a checkpoint of another version, taken only with --nearest) or "missing". ``nearest`` names
+    that checkpoint's version for each "sampler N" and "trainer N". ``can`` maps each of QUANTITIES to the share of
+    counted tokens for which it can be computed exactly.
+    """
 
     step: int
     sequences: int
@@ -35,10 +44,8 @@ class StepInspection:
     rejected: int
     versions: tuple[int, ...]
     trainer_version: int | None
-    sampler_logged: float
-    trainer_logged: float
-    trainer_checkpoint: bool
-    sampler_checkpoints: int
+    sources: dict[str, dict[str, float]]
+    nearest: dict[str, int]
     can: dict[str, float]
     missing: tuple[Missing, ...]
 
@@ -145,6 +152,7 @@ def _inspect_step(
     has_pi = np.full(len(versions), checkpoints.trainer is not None) | has_logged
     same = (versions == trainer_version) & (trainer_version != UNKNOWN_VERSION) & (run.sampler_checkpoints is None)
     has_stale = stale_scored | (same & has_pi)
+    near = _nearest(run, trainer_version, checkpoints, there)
     known = {
         "discrepancy": has_mu & has_stale,
         "lag": has_pi & has_stale,
@@ -159,13 +167,48 @@ def _inspect_step(
         rejected=len(rollouts.rejected),
         versions=tuple(int(v) for v in np.unique(versions) if v != UNKNOWN_VERSION),
         trainer_version=None if trainer_version == UNKNOWN_VERSION else trainer_version,
-        sampler_logged=float(has_mu.sum()) / total,
-        trainer_logged=float(has_logged.sum()) / total,
-        trainer_checkpoint=checkpoints.trainer is not None,
-        sampler_checkpoints=sum(there.values()),
+        sources=_sources(has_mu, has_logged, stale_scored, same, checkpoints.trainer is not None, near, versions),
+        nearest=near,
         can={name: float(mask.sum()) / total for name, mask in known.items()},
         missing=tuple(_missing(run, rollouts, trainer_version, checkpoints, there, bool(has_mu.all()))),
     )
+
+
+def _nearest(run: Run, trainer_version: int, checkpoints: StepCheckpoints, there: dict[int, bool]) -> dict[str, int]:
+    """For each version without a checkpoint, the one that --nearest would take."""
+    wanted = [("sampler", version) for version, found in there.items() if not found]
+    wanted += [("trainer", trainer_version)] if checkpoints.trainer is None else []
+    found = {(who, version): run.nearest_checkpoint(version, sampler=who == "sampler") for who, version in wanted}
+    return {f"{who} {version}": place[0] for (who, version), place in found.items() if place is not None}
+
+
+def _sources(
+    has_mu: Bools,
+    has_logged: Bools,
+    stale_scored: Bools,
+    same: Bools,
+    trainer_scored: bool,
+    near: dict[str, int],
+    versions: Ints,
+) -> dict[str, dict[str, float]]:
+    """Share of counted tokens by source, for each of LOG_PROBS."""
+    none = np.zeros(len(versions), dtype=np.bool_)
+    stale_near = np.array([f"sampler {version}" in near for version in versions], dtype=np.bool_)
+    trainer = np.full(len(versions), trainer_scored)
+    trainer_near = np.full(len(versions), any(name.startswith("trainer") for name in near))
+    stale_rescored = stale_scored | (same & trainer)
+    parts = {
+        "sampler": (has_mu, none, none),
+        "stale_trainer": (same & has_logged & ~stale_rescored, stale_rescored, stale_near),
+        "trainer": (has_logged & ~trainer, trainer, trainer_near),
+    }
+    total = max(1, len(versions))
+    shares = {}
+    for name, (logged, rescored, nearest) in parts.items():
+        nearest = nearest & ~logged & ~rescored
+        masks = {"logged": logged, "rescored": rescored, "nearest": nearest, "missing": ~(logged | rescored | nearest)}
+        shares[name] = {kind: float(mask.sum()) / total for kind, mask in masks.items() if mask.any()}
+    return shares
 
 
 def _missing(

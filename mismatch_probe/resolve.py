@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,29 +14,53 @@ from mismatch_probe.run import Rejected, Rollouts, Run
 from mismatch_probe.scoring.plan import STATE_BYTES
 
 
+@dataclass(frozen=True)
+class Gaps:
+    """How far the weights in use are from those wanted, in updates: 0 is exact, negative is older.
+
+    ``sampler`` maps each sampler version to its gap.
+    """
+
+    trainer: int = 0
+    sampler: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> int:
+        """The largest gap either way, 0 where all is exact."""
+        return max(map(abs, (self.trainer, *self.sampler.values())), default=0)
+
+
 class StepCheckpoints:
     """The checkpoints of one step.
 
-    ``trainer`` is None when it is absent. ``problems`` says, in words, what could not be read.
+    ``trainer`` is None when it is absent. ``problems`` says, in words, what could not be read, and ``approximations``
+    which weights stand in for others; ``gaps`` holds the same as numbers.
 
     Args:
         run: where to look.
         rollouts: the step's sequences; their counted tokens name the sampler versions.
         trainer_version: version of the trainer's weights.
         tolerant: note an unreadable checkpoint instead of raising.
+        nearest: where a version has no checkpoint, use the one closest to it.
 
     Raises:
         CheckpointError: a checkpoint is there but its config or headers cannot be read, and ``tolerant`` is off.
     """
 
-    def __init__(self, run: Run, rollouts: Rollouts, trainer_version: int, tolerant: bool) -> None:
+    def __init__(
+        self, run: Run, rollouts: Rollouts, trainer_version: int, tolerant: bool, nearest: bool = False
+    ) -> None:
         self.problems: list[str] = []
+        self.approximations: list[str] = []
+        self.gaps = Gaps()
         self._tolerant = tolerant
         self._described: dict[Path, Description] = {}
         self._unreadable: set[Path] = set()
         self.trainer = self._readable(run.trainer_checkpoint(trainer_version))
         versions = np.unique(rollouts.sampler_version[rollouts.loss_mask])
         self._sampler = {int(v): self._readable(run.sampler_checkpoint(int(v))) for v in versions}
+        if nearest:
+            self._substitute(run, trainer_version)
 
     @property
     def paths(self) -> list[Path]:
@@ -84,6 +109,45 @@ class StepCheckpoints:
             if path is not None and path != self.trainer:
                 passes.append((path, tokens))
         return passes
+
+    def _substitute(self, run: Run, trainer_version: int) -> None:
+        """Put the nearest checkpoint in the place of each that is missing.
+
+        Two versions that would get the same weights cannot be told apart: their lag would come out as exactly zero.
+        Then the sampler's weights stay, for the discrepancy, and the trainer's are missing.
+        """
+        exact = {v for v, path in self._sampler.items() if path is not None}
+        held = {version: version for version in exact}
+        trainer_held = trainer_version if self.trainer is not None else None
+        for version in self._sampler:
+            found = None if version in exact else run.nearest_checkpoint(version, sampler=True)
+            if found is None:
+                continue
+            if found[0] == trainer_held and version != trainer_version:
+                self._cannot_tell("sampler", version, found[0])
+                continue
+            self._sampler[version] = self._readable(found[1])
+            held[version] = found[0]
+        found = None if self.trainer is not None else run.nearest_checkpoint(trainer_version)
+        trainer_gap = 0
+        if found is not None:
+            if any(used == found[0] and version != trainer_version for version, used in held.items()):
+                self._cannot_tell("trainer", trainer_version, found[0])
+            else:
+                self.trainer = self._readable(found[1])
+                trainer_gap = found[0] - trainer_version
+        self.gaps = Gaps(trainer_gap, {version: used - version for version, used in held.items()})
+        for who, wanted, gap in (
+            *(("sampler", version, gap) for version, gap in sorted(self.gaps.sampler.items())),
+            ("trainer", trainer_version, trainer_gap),
+        ):
+            if gap:
+                self.approximations.append(f"approximate: {who} version {wanted} scored at version {wanted + gap}")
+
+    def _cannot_tell(self, who: str, wanted: int, held: int) -> None:
+        self.approximations.append(
+            f"{who} version {wanted} stays missing: its nearest checkpoint, {held}, is used for another version here"
+        )
 
     def _state_bytes(self, path: Path) -> int:
         """Bytes of one token's hidden state; four a number, whatever dtype the scorer will choose."""

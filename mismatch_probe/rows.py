@@ -20,6 +20,7 @@ def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
     rollouts, counted, scores = data.rollouts, data.counted, data.scores
     sequence = data.levels.sequence
     versions = rollouts.sampler_version[counted]
+    none = np.zeros(len(versions), dtype=np.bool_)
     columns: dict[str, pa.Array] = {
         "sequence_id": _category(sequence, rollouts.sequence_id),
         "group_id": _category(sequence, rollouts.group_id),
@@ -37,9 +38,11 @@ def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
         "discrepancy": _nullable(data.split.discrepancy),
         "lag": _nullable(data.split.lag),
         "log_ratio": _nullable(data.split.log_ratio),
-        "sampler_logprob_source": _source(data.sampler, np.zeros(len(data.sampler), dtype=np.bool_)),
-        "stale_trainer_logprob_source": _source(data.stale, data.stale_rescored | data.trainer_rescored),
-        "trainer_logprob_source": _source(data.trainer, data.trainer_rescored),
+        "sampler_logprob_source": _source(data.sampler, none, none),
+        "stale_trainer_logprob_source": _source(
+            data.stale, data.stale_rescored | data.trainer_rescored, data.stale_nearest
+        ),
+        "trainer_logprob_source": _source(data.trainer, data.trainer_rescored, data.trainer_nearest),
         "logged_trainer_logprob": _nullable(rollouts.trainer_logprob[counted]),
         "entropy_stale": _nullable(scores.entropy_stale[counted]),
         "entropy_trainer": _nullable(scores.entropy_trainer[counted]),
@@ -113,9 +116,9 @@ def _nullable(values: Floats) -> pa.Array:
     return pa.array(values, pa.float64(), mask=np.isnan(values))
 
 
-def _source(values: Floats, rescored: Bools) -> pa.Array:
-    codes = pa.array(rescored.astype(np.int32), mask=np.isnan(values))
-    return pa.DictionaryArray.from_arrays(codes, pa.array(["logged", "rescored"]))
+def _source(values: Floats, rescored: Bools, nearest: Bools) -> pa.Array:
+    codes = pa.array(rescored.astype(np.int32) + nearest, mask=np.isnan(values), type=pa.int32())
+    return pa.DictionaryArray.from_arrays(codes, pa.array(["logged", "rescored", "nearest"]))
 
 
 def _category(sequence: Ints, names: Any) -> pa.Array:

@@ -242,6 +242,24 @@ class Run:
         """Directory of the weights that the sampler was given at ``version``."""
         return self._existing(self.sampler_checkpoints or self.trainer_checkpoints, version)
 
+    def nearest_checkpoint(self, version: int, sampler: bool = False) -> tuple[int, Path] | None:
+        """The (version, directory) closest to ``version``, the older of two; None when there are no checkpoints at all.
+
+        Args:
+            version: the version that is wanted.
+            sampler: look among the weights that the sampler was given.
+        """
+        pattern = (self.sampler_checkpoints if sampler else None) or self.trainer_checkpoints
+        if pattern is None or version < 0:
+            return None
+        there = {v: pattern.path(v) for v in pattern.versions()}
+        if self.initial is not None:
+            there.setdefault(0, self.initial)
+        if not there:
+            return None
+        best = min(there, key=lambda held: (abs(held - version), held))
+        return best, there[best]
+
     def _existing(self, pattern: CheckpointPattern | None, version: int) -> Path | None:
         if pattern is None or version < 0:
             return None

@@ -113,7 +113,7 @@ def test_an_interrupt_is_exit_130_and_one_line(monkeypatch: pytest.MonkeyPatch, 
 def test_inspect_says_what_is_there(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(planted.path)]) == 0
     out = capsys.readouterr().out
-    for text in ("native", "4 (0-3)", "96", "mu", "D, L, d, KL", "pi_s pi", "forward passes", "(assumed)"):
+    for text in ("native", "4 (0-3)", "96", "mu", "D, L, d, KL", "rescored", "forward passes", "(assumed)"):
         assert text in out
     assert max(map(len, out.splitlines())) <= 80
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mismatch_probe.reporters.format import to_json, with_interval
-from mismatch_probe.reporters.terminal import STATUS_STYLE, plain_table
+from mismatch_probe.reporters.terminal import STATUS_STYLE, approximation_note, plain_table, step_label
 from mismatch_probe.stats.breakdown import LEVELS, RATIOS, StepEss, first_breakdown, verdict
 from mismatch_probe.stats.levels import StepDiscrepancy, discrepancy_sentence
 
@@ -31,6 +31,7 @@ class EssReport:
     confidence: float
     ess: dict[str, dict[str, list[StepEss]]]
     discrepancy: list[StepDiscrepancy]
+    note: str = ""
 
     @property
     def numerics(self) -> str:
@@ -60,13 +61,18 @@ def ess_report(steps: pd.DataFrame, run: str, level: str, threshold: float, conf
         name = f"ess_{ratio}_{level}"
         tokens = {"lag": "tokens_with_lag", "discrepancy": "tokens_with_discrepancy", "total": "tokens"}[ratio]
         count = {"token": tokens, "sequence": "sequences", "prompt": "groups"}[level]
-        parts = steps[["step", name, f"{name}_ci_low", f"{name}_ci_high", count]]
-        return [StepEss(int(step), *map(float, numbers)) for step, *numbers in parts.itertuples(index=False)]
+        parts = steps[["step", name, f"{name}_ci_low", f"{name}_ci_high", count, "nearest_gap_max"]]
+        rows = parts.itertuples(index=False)
+        return [
+            StepEss(int(step), float(value), float(low), float(high), float(n), bool(gap))
+            for step, value, low, high, n, gap in rows
+        ]
 
     ess = {ratio: {lvl: column(ratio, lvl) for lvl in LEVELS} for ratio in RATIOS}
-    parts = steps[["step", "discrepancy_rms", "discrepancy_k3"]].itertuples(index=False)
+    exact = steps[steps["nearest_gap_max"] == 0]  # elsewhere D holds a part of the lag
+    parts = exact[["step", "discrepancy_rms", "discrepancy_k3"]].itertuples(index=False)
     discrepancy = [StepDiscrepancy(int(step), float(rms), float(k3)) for step, rms, k3 in parts]
-    return EssReport(run, level, threshold, confidence, ess, discrepancy)
+    return EssReport(run, level, threshold, confidence, ess, discrepancy, approximation_note(steps["nearest_gap_max"]))
 
 
 def print_text(report: EssReport, console: Console) -> None:
@@ -79,7 +85,7 @@ def print_text(report: EssReport, console: Console) -> None:
             cells = [with_interval(s.value, s.low, s.high, s.n) for s in (report.ess[ratio][lvl][at] for lvl in LEVELS)]
             status = judged.status(report.threshold)
             mark = [Text(status, style=STATUS_STYLE[status])] if ratio == "lag" else []
-            table.add_row(str(judged.step), *cells, *mark)
+            table.add_row(step_label(judged.step, judged.approximate), *cells, *mark)
         console.print(table)
         console.print()
     console.print(Text(_footnote(report), style="dim"))
@@ -98,7 +104,7 @@ def to_markdown(report: EssReport) -> str:
         for at, judged in enumerate(report.judged):
             cells = [with_interval(s.value, s.low, s.high, s.n) for s in (report.ess[ratio][lvl][at] for lvl in LEVELS)]
             mark = [str(judged.status(report.threshold))] if ratio == "lag" else []
-            lines.append(f"| {' | '.join([str(judged.step), *cells, *mark])} |")
+            lines.append(f"| {' | '.join([step_label(judged.step, judged.approximate), *cells, *mark])} |")
         lines.append("")
     return "\n".join([*lines, _footnote(report)])
 
@@ -135,4 +141,5 @@ def _footnote(report: EssReport) -> str:
         "sequence: product over the response; prompt: mean of a group's sequence weights. "
         "<: below 5/n, where the estimate is biased upwards; ~: ten units or fewer. "
         f"Breakdown: {report.level} ESS of the lag below {report.threshold:g}."
+        f"{' ' + report.note if report.note else ''}"
     )

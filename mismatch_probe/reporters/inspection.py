@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mismatch_probe.inspection import QUANTITIES, Inspection, StepInspection
+from mismatch_probe.inspection import LOG_PROBS, QUANTITIES, Inspection, StepInspection
 from mismatch_probe.reporters.format import NULL, duration, ranges, size, to_json
 from mismatch_probe.reporters.terminal import plain_table
 
@@ -45,9 +45,9 @@ def as_json(found: Inspection) -> str:
 
 
 _LEGEND = (
-    "logged: log-probs of the sampler (mu) and of the trainer (pi). weights: checkpoints of the sampler's versions "
-    "(pi_s) and of the trainer's (pi). computes: D engine numerics, L stale weights, d their sum, KL exactly over the "
-    "vocabulary; a share where only some tokens allow it."
+    "mu sampler, pi_s trainer network at the sampler's weights, pi at its own: logged, or rescored from a checkpoint; "
+    "nearest: only another version's checkpoint is there, used with --nearest and marked approximate. computes, "
+    "exactly: D engine numerics, L stale weights, d their sum, KL over the vocabulary."
 )
 
 
@@ -63,15 +63,15 @@ def _facts(found: Inspection) -> list[tuple[str, str]]:
         ("sequences", f"{sum(step.sequences for step in steps):,}"),
         ("loss tokens", f"{sum(step.tokens for step in steps):,}"),
         ("sampler versions", ranges(versions) or "unknown"),
-        ("checkpoints", ranges(list(found.checkpoint_versions)) or "none"),
+        ("versions kept", ranges(list(found.checkpoint_versions)) or "none"),
         *found.settings.items(),
     ]
 
 
 def _steps_table(found: Inspection) -> Table:
-    heads = ("steps", "seqs", "tokens", "versions", "logged", "weights", "computes")
-    table = plain_table(*heads, left=(0, 3, 4, 5, 6))
-    for column in (0, 3, 6):
+    heads = ("steps", "seqs", "tokens", "versions", "mu", "pi_s", "pi", "computes")
+    table = plain_table(*heads, left=(0, 3, 4, 5, 6, 7))
+    for column in (0, 3, 4, 5, 6, 7):
         table.columns[column].no_wrap = False
     for _, members in groupby(found.steps, key=_signature):
         alike = list(members)
@@ -81,27 +81,19 @@ def _steps_table(found: Inspection) -> Table:
             f"{sum(step.sequences for step in alike):,}",
             f"{sum(step.tokens for step in alike):,}",
             ranges(versions) or "unknown",
-            _logged(alike[0]),
-            _checkpoints(alike[0]),
+            *(_source(alike[0], name) for name in LOG_PROBS),
             _computes(alike[0]),
         )
     return table
 
 
 def _signature(step: StepInspection) -> tuple[object, ...]:
-    return (_logged(step), _checkpoints(step), _computes(step))
+    return (*(_source(step, name) for name in LOG_PROBS), _computes(step))
 
 
-def _logged(step: StepInspection) -> str:
-    shares = (("mu", step.sampler_logged), ("pi", step.trainer_logged))
-    return " ".join(name if part == 1 else f"{name} {part:.0%}" for name, part in shares if part > 0) or NULL
-
-
-def _checkpoints(step: StepInspection) -> str:
-    sampler = "pi_s" if step.versions and step.sampler_checkpoints == len(step.versions) else ""
-    if not sampler and step.sampler_checkpoints:
-        sampler = f"pi_s {step.sampler_checkpoints}/{len(step.versions)}"
-    return " ".join(filter(None, (sampler, "pi" if step.trainer_checkpoint else ""))) or "none"
+def _source(step: StepInspection, name: str) -> str:
+    shares = step.sources[name]
+    return ", ".join(kind if part == 1 else f"{kind} {part:.0%}" for kind, part in shares.items()) or NULL
 
 
 def _computes(step: StepInspection) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mismatch_probe.folder import Analysis, write_bytes
 from mismatch_probe.reporters import plot_style as style
 from mismatch_probe.reporters.ess_report import ess_report
 from mismatch_probe.reporters.plot_style import Line
+from mismatch_probe.reporters.terminal import approximation_note
 from mismatch_probe.stats.breakdown import LEVELS, Status
 
 
@@ -49,6 +51,9 @@ def draw(analysis: Analysis, only: Sequence[str] | None, level: str, threshold: 
             figure = FIGURES[name](analysis, level, threshold)
             if figure is None:
                 continue
+            note = approximation_note(analysis.steps["nearest_gap_max"])
+            if note:
+                figure.supxlabel(textwrap.fill(note, 100), fontsize="x-small")
             content = io.BytesIO()
             # Without a date the same tables give the same bytes.
             figure.savefig(content, format=format, metadata={"Date": None} if format == "svg" else {"Software": None})

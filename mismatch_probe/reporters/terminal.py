@@ -14,7 +14,13 @@ from rich.text import Text
 
 from mismatch_probe.reporters.format import nats, share
 
-STATUS_STYLE = {"ok": "green", "borderline": "yellow", "breakdown": "bold red", "unjudged": "dim"}
+STATUS_STYLE = {
+    "ok": "green",
+    "borderline": "yellow",
+    "breakdown": "bold red",
+    "unjudged": "dim",
+    "approximate": "yellow",
+}
 
 
 def stdout() -> Console:
@@ -35,6 +41,23 @@ def plain_table(*headings: str, left: tuple[int, ...] = (0,), tight: bool = Fals
     return table
 
 
+def step_label(step: int, gap: float) -> str:
+    """The step's number, starred where weights of a neighbouring version stand in for its own."""
+    return f"{step}*" if gap else str(step)
+
+
+def approximation_note(gaps: pd.Series) -> str:
+    """What the star means, "" where every step is exact. ``gaps`` is the nearest_gap_max column."""
+    starred = gaps[gaps > 0]
+    if starred.empty:
+        return ""
+    farthest = f"{starred.max()} update{'s' * (starred.max() > 1)}"
+    return (
+        f"*: {len(starred)} of {len(gaps)} steps are approximate, scored at the nearest checkpoint, up to "
+        f"{farthest} from the version that counts (--nearest). No breakdown is declared on them."
+    )
+
+
 def decomposition_table(steps: pd.DataFrame) -> Table:
     """Per step: mean and rms of D and L, ESS of the lag at three levels, prefix KL, status."""
     table = plain_table(
@@ -44,7 +67,7 @@ def decomposition_table(steps: pd.DataFrame) -> Table:
     )
     for row in steps.to_dict("records"):
         table.add_row(
-            str(row["step"]),
+            step_label(row["step"], row["nearest_gap_max"]),
             nats(row["discrepancy_mean"]),
             nats(row["discrepancy_rms"]),
             nats(row["lag_mean"]),

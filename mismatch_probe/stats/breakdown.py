@@ -17,13 +17,14 @@ class Status(StrEnum):
     """What a step's ESS says.
 
     ``breakdown``: below the threshold. ``borderline``: not below it, but the interval reaches below.
-    ``unjudged``: the ESS is null.
+    ``unjudged``: the ESS is null. ``approximate``: it is that of neighbouring weights, so nothing is declared on it.
     """
 
     OK = "ok"
     BORDERLINE = "borderline"
     BREAKDOWN = "breakdown"
     UNJUDGED = "unjudged"
+    APPROXIMATE = "approximate"
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,14 @@ class StepEss:
     low: float
     high: float
     n: float = math.inf
+    approximate: bool = False
 
     def status(self, threshold: float) -> Status:
         """Compare with the threshold."""
         if math.isnan(self.value):
             return Status.UNJUDGED
+        if self.approximate:
+            return Status.APPROXIMATE
         if self.value < threshold:
             return Status.BREAKDOWN
         return Status.BORDERLINE if self.low < threshold else Status.OK
@@ -52,7 +56,10 @@ def first_breakdown(steps: Iterable[StepEss], threshold: float) -> StepEss | Non
 
 def verdict(steps: Sequence[StepEss], level: str, threshold: float) -> str:
     """One sentence: does importance weighting of the lag hold, and where did it stop?"""
-    judged = [step for step in steps if not math.isnan(step.value)]
+    known = [step for step in steps if not math.isnan(step.value)]
+    judged = [step for step in known if not step.approximate]
+    if known and not judged:
+        return "The ESS of the lag is approximate at every step: neighbouring weights stand in, so no verdict is given."
     if not judged:
         return "The ESS of the lag could not be judged at any step: the lag is null throughout."
     unjudged = f" {len(steps) - len(judged)} of {_steps(len(steps))} could not be judged." * (len(judged) < len(steps))
