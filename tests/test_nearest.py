@@ -106,7 +106,7 @@ def test_no_verdict_rests_on_an_approximate_step(sparse: Planted, approximate: P
 
 def test_figures_say_which_steps_are_approximate(sparse: Planted, approximate: Path) -> None:
     assert main(["plot", str(sparse.path), "-o", str(approximate), "--only", "ess", "--format", "svg"]) == 0
-    assert "nearest" in (approximate / "plots" / "ess.svg").read_text()
+    assert "approximate: nearest checkpoint" in (approximate / "plots" / "ess.svg").read_text()
 
 
 def test_tables_of_an_older_version_are_one_clear_line(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import io
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from mismatch_probe.folder import Analysis, write_bytes
 from mismatch_probe.reporters import plot_style as style
 from mismatch_probe.reporters.ess_report import ess_report
 from mismatch_probe.reporters.plot_style import Line
-from mismatch_probe.reporters.terminal import approximation_note
 from mismatch_probe.stats.breakdown import LEVELS, Status
 
 
@@ -51,9 +49,9 @@ def draw(analysis: Analysis, only: Sequence[str] | None, level: str, threshold: 
             figure = FIGURES[name](analysis, level, threshold)
             if figure is None:
                 continue
-            note = approximation_note(analysis.steps["nearest_gap_max"])
+            note = _approximation_note(analysis)
             if note:
-                figure.supxlabel(textwrap.fill(note, 100), fontsize="x-small")
+                figure.suptitle(f"{figure.get_suptitle()}\n{note}", x=0.01, ha="left")
             content = io.BytesIO()
             # Without a date the same tables give the same bytes.
             figure.savefig(content, format=format, metadata={"Date": None} if format == "svg" else {"Software": None})
@@ -65,6 +63,11 @@ def draw(analysis: Analysis, only: Sequence[str] | None, level: str, threshold: 
             f"{analysis.folder}: nothing to draw, every quantity is null. See reasons in steps.parquet"
         )
     return paths
+
+
+def _approximation_note(analysis: Analysis) -> str:
+    gaps = analysis.steps["nearest_gap_max"]
+    return f"{(gaps > 0).sum()} of {len(gaps)} steps approximate: nearest checkpoint" if (gaps > 0).any() else ""
 
 
 def plot_decomposition(analysis: Analysis, level: str, threshold: float) -> Figure | None:

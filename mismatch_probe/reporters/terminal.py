@@ -51,7 +51,7 @@ def approximation_note(gaps: pd.Series) -> str:
     starred = gaps[gaps > 0]
     if starred.empty:
         return ""
-    farthest = f"{starred.max()} update{'s' * (starred.max() > 1)}"
+    farthest = "1 update" if starred.max() == 1 else f"{starred.max()} updates"
     return (
         f"*: {len(starred)} of {len(gaps)} steps are approximate, scored at the nearest checkpoint, up to "
         f"{farthest} from the version that counts (--nearest). No breakdown is declared on them."
