@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from mismatch_probe.assemble import StepData
-from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints
+from mismatch_probe.run import UNKNOWN_TOKEN, UNKNOWN_VERSION, Bools, Floats, Ints
 from mismatch_probe.stats.positions import Places
 from mismatch_probe.stats.ratios import sequence_sums
 from mismatch_probe.table_io import schema
@@ -20,12 +20,13 @@ def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
     rollouts, counted, scores = data.rollouts, data.counted, data.scores
     sequence = data.levels.sequence
     versions = rollouts.sampler_version[counted]
+    ids = rollouts.response.values[counted]
     none = np.zeros(len(versions), dtype=np.bool_)
     columns: dict[str, pa.Array] = {
         "sequence_id": _category(sequence, rollouts.sequence_id),
         "group_id": _category(sequence, rollouts.group_id),
         "position": pa.array(rollouts.position_of_token[counted], pa.int32()),
-        "token_id": pa.array(rollouts.response.values[counted], pa.int32()),
+        "token_id": pa.array(ids, pa.int32(), mask=ids == UNKNOWN_TOKEN),
         "sampler_version": pa.array(versions, pa.int64(), mask=versions == UNKNOWN_VERSION),
         "trainer_version": pa.array(
             np.full(len(versions), data.trainer_version),

@@ -19,6 +19,10 @@ UNKNOWN_VERSION = -1
 """A version that the run does not state; null in the tables."""
 
 
+UNKNOWN_TOKEN = -1
+"""A token id that the run does not state; null in the tables."""
+
+
 @dataclass(frozen=True)
 class Rejected:
     """A row that was read but set aside: it is named and counted, never analysed."""

@@ -35,7 +35,7 @@ TOKENS = (
     Column("sequence_id", _CATEGORY, "sequence, unique in its step"),
     Column("group_id", _CATEGORY, "prompt group: responses to one prompt"),
     Column("position", pa.int32(), "place in the response, from 0, masked tokens counted"),
-    Column("token_id", pa.int32(), "the sampled token"),
+    Column("token_id", pa.int32(), "the sampled token; null = not logged"),
     Column("sampler_version", _I, "version of the weights that drew the token; null = unknown"),
     Column("trainer_version", _I, "version of the trainer's weights at this step; null = unknown"),
     _nats("sampler_logprob", "log mu: the engine's log-prob as logged, never altered"),

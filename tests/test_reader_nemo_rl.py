@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 from mismatch_probe.entry import main
-from mismatch_probe.errors import InputError, NothingToJudgeError
 from mismatch_probe.readers import ReadOptions, open_run
 from tests.reader_fuzz import fuzz
 
@@ -90,20 +89,6 @@ def test_a_line_of_another_shape_is_set_aside(tmp_path: Path) -> None:
     assert len(rollouts) == 1
     assert [r.row for r in rollouts.rejected] == [2, 3]
     assert "generation_logprobs has 2 values" in rollouts.rejected[0].reason
-
-
-def test_the_dump_before_token_ids_is_answered(tmp_path: Path) -> None:
-    old = {key: value for key, value in line(np.random.default_rng(5), 0).items() if "token" not in key}
-    with pytest.raises(NothingToJudgeError, match=r"before v0\.6\.0"):
-        open_run(write(tmp_path, [old]))
-
-
-def test_one_experiment_below_is_found_and_several_are_asked_about(tmp_path: Path) -> None:
-    write(tmp_path / "exp_001", [line(np.random.default_rng(6), 0)])
-    assert open_run(tmp_path).settings.name == "exp_001"
-    write(tmp_path / "exp_002", [line(np.random.default_rng(6), 0)])
-    with pytest.raises(InputError, match="exp_001, exp_002"):
-        open_run(tmp_path)
 
 
 def test_nan_literals_of_the_json_writer_are_read(tmp_path: Path) -> None:

@@ -1,33 +1,45 @@
 """NeMo-RL's training log: ``train_data_step{N}.jsonl``, written by default, one sample a line.
 
-Both log-probs are logged, so the blended log-ratio needs no checkpoint. The files name no weight version, so the ratio
-cannot be split. Each value comes wrapped in a list of length 1, right-padded to ``input_lengths``; index 0 of the
-log-prob arrays is meaningless. Token ids and masks are written since v0.6.0.
+Both log-probs are logged, so the blended log-ratio needs no checkpoint. Step N (counted from 1) trains the weights
+after N - 1 updates, and checkpoint ``step_N`` holds those after N. The files name no weight version: in synchronous
+training, which a checkpoint's ``config.yaml`` tells, the sampler has the trainer's weights; else ``sampler_lag`` must
+be declared for the ratio to be split. Each value comes wrapped in a list of length 1, right-padded to
+``input_lengths``; index 0 of the log-prob arrays is meaningless. Token ids and masks are written since v0.6.0.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import defaultdict
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mismatch_probe.errors import InputError, NothingToJudgeError
-from mismatch_probe.readers.files import Row, jsonl_rows
+from mismatch_probe.errors import InputError
+from mismatch_probe.readers.config_files import read_config, settings_in
+from mismatch_probe.readers.files import Row, jsonl_rows, read_bytes
+from mismatch_probe.readers.nemo_rl_rows import native_row, native_row_without_ids
 from mismatch_probe.readers.options import ReadOptions
 from mismatch_probe.readers.rows import RowBuilder
 from mismatch_probe.readers.settings import settle
-from mismatch_probe.run import Rollouts, Run, Step
+from mismatch_probe.run import CheckpointPattern, Rollouts, Run, Settings, Step
 
 FORMAT = "nemo-rl"
 LOOKS_FOR = "train_data_step*.jsonl with generation_logprobs"
 
-_FILE = re.compile(r"train_data_step(\d+)\.jsonl")
+_FILE = re.compile(r"train_data_step(\d+)\.jsonl(?:\.gz|\.zst)?")
+_EXPERIMENT = re.compile(r"exp_(\d+)")
+_KEYS = (
+    ("temperature", "policy.generation.temperature"),
+    ("top_p", "policy.generation.top_p"),
+    ("top_k", "policy.generation.top_k"),
+    ("logprobs_mode", "policy.generation.vllm_cfg.logprobs_mode"),
+    ("trainer_dtype", "policy.precision"),
+    ("model", "policy.model_name"),
+)
+_ASYNC = "grpo.async_grpo.enabled"
 
 
 def matches(path: Path) -> bool:
@@ -37,42 +49,75 @@ def matches(path: Path) -> bool:
 
 
 def read(path: Path, options: ReadOptions) -> Run:
-    """Read the log directory, or the one ``exp_NNN`` below it.
+    """Read the log directory, or the ``exp_NNN`` below it: several where each resumes the one before.
 
     Raises:
-        InputError: several experiments lie below the directory.
-        NothingToJudgeError: the files were written before token ids were logged.
+        InputError: several experiments lie below the directory that are not one run.
+        BadFileError: run.toml or a checkpoint's config.yaml is wrong.
     """
     folders = _folders(path)
-    if len(folders) != 1:
-        names = ", ".join(folder.name for folder in folders) or "none"
-        raise InputError(f"{path}: needs one experiment with train_data_step*.jsonl, found {names}. Give one of them")
-    files = _step_files(folders[0])
-    if "token_ids" not in _first_row(files):
-        raise NothingToJudgeError(
-            f"{folders[0]}: written by NeMo-RL before v0.6.0, without token ids and loss masks, so loss tokens cannot "
-            "be told from the rest. Record the run with v0.6.0 or later"
+    files, notices = _joined(path, folders)
+    old = "token_ids" not in _first_row(files)
+    config = _config(path)
+    settings = settle(path, options, {"name": (folders[-1].name, "directory name"), **_found(path, config)})
+    checkpoints = None if old else _checkpoints(path, settings, config)
+    if settings.sampler_lag is None:
+        notices.append(
+            "NeMo-RL logs both log-probs but no weight version: the total ratio is exact, its split into discrepancy "
+            "and lag is not identifiable. Where the sampler is N updates behind, pass --set sampler_lag=N"
+        )
+    if old:
+        notices.append(
+            "written by NeMo-RL before v0.6.0, without token ids and masks: nothing can be re-scored, and tokens count "
+            "where generation_logprobs is not 0.0. Record with v0.6.0 or later for the rest"
         )
     steps = tuple(
-        Step(index, tuple(paths), partial(_load, index, tuple(paths), path, options))
+        Step(index, tuple(paths), partial(_load, index, tuple(paths), path, settings.vocab_size, options, old))
         for index, paths in sorted(files.items())
     )
-    settings = settle(path, options, {"name": (folders[0].name, "directory name")})
-    notices = (
-        "NeMo-RL logs both log-probs but no weight version: the total ratio is exact, "
-        "its split into discrepancy and lag is not identifiable",
+    initial = Path(settings.model) if settings.model and (Path(settings.model) / "config.json").is_file() else None
+    return Run(
+        path,
+        FORMAT,
+        settings,
+        steps,
+        checkpoints,
+        first_version=-1,
+        initial=initial,
+        notices=tuple(notices),
     )
-    return Run(path, FORMAT, settings, steps, versions_known=False, notices=notices)
 
 
 def _folders(path: Path) -> list[Path]:
     candidates = [path, *sorted(entry for entry in path.glob("exp_*") if entry.is_dir())]
+    candidates += sorted(entry for entry in path.glob("*/exp_*") if entry.is_dir())
     return [folder for folder in candidates if _step_files(folder)]
+
+
+def _joined(path: Path, folders: list[Path]) -> tuple[dict[int, list[Path]], list[str]]:
+    """Files by step; an experiment that begins where an earlier one ended or broke off replaces its later steps."""
+    files = _step_files(folders[0])
+    notices = []
+    for before, folder in pairwise(folders):
+        more = _step_files(folder)
+        first, last = min(more), max(files)
+        if folder.parent != before.parent or not 1 < first <= last + 1:
+            names = ", ".join(entry.relative_to(path).as_posix() for entry in folders)
+            raise InputError(
+                f"{path}: needs one experiment with train_data_step*.jsonl, found {names}. Give one of them"
+            )
+        again = sorted(step for step in files if step >= first)
+        files = {step: paths for step, paths in files.items() if step < first} | more
+        notices.append(
+            f"{folder.name} resumes {before.name} at step {first}"
+            + (f"; {len(again)} steps that were trained twice count as in {folder.name}" if again else "")
+        )
+    return files, notices
 
 
 def _step_files(folder: Path) -> dict[int, list[Path]]:
     files: dict[int, list[Path]] = defaultdict(list)
-    for entry in sorted(folder.glob("train_data_step*.jsonl")):
+    for entry in sorted(folder.glob("train_data_step*.jsonl*")):
         match = _FILE.fullmatch(entry.name)
         if match:
             files[int(match.group(1))].append(entry)
@@ -80,19 +125,65 @@ def _step_files(folder: Path) -> dict[int, list[Path]]:
 
 
 def _first_row(files: dict[int, list[Path]]) -> Row:
-    """The first line of the first file, without reading the rest of it."""
+    """The first line of the first file, without reading the rest of it where it is not packed."""
     for paths in files.values():
         try:
-            with paths[0].open("rb") as stream:
-                row = json.loads(stream.readline())
-        except (OSError, ValueError):
-            return {}
+            if paths[0].suffix == ".jsonl":
+                with paths[0].open("rb") as stream:
+                    line = stream.readline()
+            else:
+                line = read_bytes(paths[0]).partition(b"\n")[0]
+            row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+        except (OSError, ValueError, InputError):
+            continue
         return row if isinstance(row, dict) else {}
     return {}
 
 
-def _load(step: int, files: tuple[Path, ...], root: Path, options: ReadOptions) -> Rollouts:
-    builder = RowBuilder(step, root, None, options)
+def _config(path: Path) -> Path | None:
+    """``config.yaml`` of a checkpoint below the directory: each step_N holds the same one."""
+    found = (
+        entry
+        for depth in ("", "*/", "*/*/")
+        for entry in sorted(path.glob(f"{depth}step_*/config.yaml"))
+        if (entry.parent / "policy").is_dir() or (entry.parent / "training_info.json").is_file()
+    )
+    return next(found, None)
+
+
+def _found(path: Path, config: Path | None) -> dict[str, tuple[Any, str]]:
+    if config is None:
+        return {}
+    table = read_config(config)
+    name = config.relative_to(path).as_posix()
+    found = settings_in(table, name, (*_KEYS, ("async", _ASYNC)))
+    mode = found.get("logprobs_mode")
+    if mode is not None:
+        found["logprobs_mode"] = (str(mode[0]).removesuffix("_logprobs"), mode[1])
+    asynchronous = found.pop("async", None)
+    if asynchronous is not None and asynchronous[0] is False:
+        found["sampler_lag"] = (0, asynchronous[1])
+    # An interpolation that the writer left unresolved says nothing.
+    return {key: item for key, item in found.items() if "${" not in str(item[0])}
+
+
+def _checkpoints(path: Path, settings: Settings, config: Path | None) -> CheckpointPattern | None:
+    if settings.checkpoints is not None:
+        return CheckpointPattern(path, settings.checkpoints)
+    if config is None:
+        return None
+    weights = config.parent / "policy" / "weights"
+    inner = [entry for entry in (weights / "model", *sorted(weights.glob("iter_*"))) if entry.is_dir()]
+    below = (inner[0] if inner else weights).relative_to(config.parent).as_posix()
+    folder = config.parent.parent.relative_to(path).as_posix()
+    return CheckpointPattern(path, f"{folder}/step_{{version}}/{below}".removeprefix("./"))
+
+
+def _load(
+    step: int, files: tuple[Path, ...], root: Path, vocab_size: int | None, options: ReadOptions, old: bool
+) -> Rollouts:
+    builder = RowBuilder(step, root, vocab_size, options, ids_known=not old)
+    convert = native_row_without_ids if old else native_row
     not_computed = zeros = 0
     for file in files:
 
@@ -101,7 +192,7 @@ def _load(step: int, files: tuple[Path, ...], root: Path, options: ReadOptions) 
 
         for number, line in jsonl_rows(file, partial(builder.torn, file), on_bad if options.skip_bad_rows else None):
             try:
-                row = _native(step, number, line)
+                row = convert(step, number, line)
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 builder.reject(file, number, None, f"not a NeMo-RL sample: {error}")
                 continue
@@ -119,45 +210,3 @@ def _load(step: int, files: tuple[Path, ...], root: Path, options: ReadOptions) 
             "or NeMo-RL's filler where the engine returned none; kept as logged"
         )
     return builder.build()
-
-
-def _native(step: int, number: int, line: Row) -> Row:
-    """One line in native field names; arrays are cut to ``input_lengths`` and at the first loss token."""
-
-    def value(key: str, default: Any = None) -> Any:
-        item = line.get(key, default)
-        return item[0] if isinstance(item, list) and len(item) == 1 else item
-
-    ids = np.asarray(line["token_ids"][0], dtype=np.int64)
-    length = int(value("input_lengths", len(ids)))
-    arrays: dict[str, Any] = {"token_ids": ids[:length]}
-    for key in ("token_loss_mask", "generation_logprobs", "prev_logprobs", "advantages"):
-        item = line.get(key)
-        if item is None and key in ("token_loss_mask", "generation_logprobs"):
-            raise KeyError(key)
-        arrays[key] = None if item is None else np.asarray(item[0], dtype=np.float64)[:length]
-        if arrays[key] is not None and len(arrays[key]) != len(arrays["token_ids"]):
-            raise ValueError(f"{key} has {len(arrays[key])} values for {len(arrays['token_ids'])} tokens")
-    mask = arrays["token_loss_mask"] * float(value("sample_loss_mask", 1.0))
-    # The first token has no prefix; its log-prob is a filler whatever the mask says.
-    mask[:1] = 0.0
-    trained = np.flatnonzero(arrays["token_loss_mask"][1:]) + 1
-    if not len(trained):
-        raise ValueError("token_loss_mask marks no response token")
-    start = int(trained[0])
-    prompt = arrays["token_ids"][:start]
-    prev = arrays["prev_logprobs"]
-    if prev is not None and not bool(prev[start:].any()):
-        prev = None
-    return {
-        "sequence_id": f"step{step}-{value('idx', number - 1)}",
-        "group_id": f"step{step}-prompt-{hashlib.blake2b(prompt.tobytes(), digest_size=6).hexdigest()}",
-        "prompt_ids": prompt,
-        "response_ids": arrays["token_ids"][start:],
-        "sampler_logprobs": arrays["generation_logprobs"][start:],
-        "trainer_logprobs": None if prev is None else prev[start:],
-        "loss_mask": (mask[start:] > 0).astype(np.float64),
-        "advantages": None if arrays["advantages"] is None else arrays["advantages"][start:],
-        # Under dynamic sampling `rewards` is the batch before filtering, and its rows are not these.
-        "reward": value("filtered_rewards", value("rewards")),
-    }

@@ -40,9 +40,13 @@ class RowBuilder:
         root: run directory; files are named relative to it.
         vocab_size: ids at or above it are refused; None accepts any id >= 0.
         options: ``strict`` turns a set-aside row into a BadFileError.
+        ids_known: False where the format logs no token ids and its reader gives UNKNOWN_TOKEN for each.
     """
 
-    def __init__(self, step: int, root: Path, vocab_size: int | None, options: ReadOptions) -> None:
+    def __init__(
+        self, step: int, root: Path, vocab_size: int | None, options: ReadOptions, ids_known: bool = True
+    ) -> None:
+        self._ids_known = ids_known
         self._step, self._root, self._vocab_size, self._options = step, root, vocab_size, options
         self._rows: list[dict[str, Any]] = []
         self._rejected: list[Rejected] = []
@@ -151,7 +155,7 @@ class RowBuilder:
 
     def _token_ids(self, value: Any, key: str) -> Ints:
         ids = _integers(value, key)
-        if len(ids) and ids.min() < 0:
+        if len(ids) and ids.min() < 0 and self._ids_known:
             raise _Misfit(f"{key} holds the negative id {ids.min()}")
         if len(ids) and self._vocab_size is not None and ids.max() >= self._vocab_size:
             raise _Misfit(f"{key} holds id {ids.max()}, outside the vocabulary of {self._vocab_size}")
