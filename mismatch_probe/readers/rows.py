@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -53,7 +52,8 @@ class RowBuilder:
         self._notices: list[str] = []
         self._copies = 0
         self._odd_values: dict[str, list[str]] = {}
-        self._seen: dict[str, bytes] = {}
+        self._seen: dict[str, dict[str, Any]] = {}
+        self._names: dict[Path, str] = {}
 
     def add(self, row: Mapping[str, Any], file: Path, number: int) -> None:
         """Check one row and keep it, or set it aside."""
@@ -63,17 +63,16 @@ class RowBuilder:
         except _Misfit as misfit:
             self.reject(file, number, None if sequence_id is None else str(sequence_id), str(misfit))
             return
-        content = hashlib.blake2b(repr([_plain(value) for value in fitted.values()]).encode(), digest_size=16).digest()
-        earlier = self._seen.setdefault(fitted["sequence_id"], content)
-        if earlier is not content:
-            if earlier == content:
+        earlier = self._seen.setdefault(fitted["sequence_id"], fitted)
+        if earlier is not fitted:
+            if _same(earlier, fitted):
                 self._copies += 1
             else:
                 reason = "sequence_id was used before in this step, with other content"
                 self.reject(file, number, fitted["sequence_id"], reason)
             return
-        self._note_odd_values(fitted, self._name(file), number)
-        self._rows.append({**fitted, "origin": (self._name(file), number)})
+        name = self._name(file)
+        self._rows.append({**fitted, **self._without_odd_values(fitted, name, number), "origin": (name, number)})
 
     def reject(self, file: Path, number: int, sequence_id: str | None, reason: str) -> None:
         """Set a row aside (row 0: the whole file)."""
@@ -161,10 +160,14 @@ class RowBuilder:
             raise _Misfit(f"{key} holds id {ids.max()}, outside the vocabulary of {self._vocab_size}")
         return ids
 
-    def _note_odd_values(self, row: dict[str, Any], file: str, number: int) -> None:
-        """Log-probs that no distribution gives: nulls stay out of D and the total, the rest is kept and said."""
+    def _without_odd_values(self, row: dict[str, Any], file: str, number: int) -> dict[str, Floats]:
+        """The log-prob columns with null for what no distribution gives; every kind of it is noted."""
+        cleaned = {}
         for key, name in (("sampler_logprob", "sampler_logprobs"), ("trainer_logprob", "trainer_logprobs")):
             values = row[key]
+            # The minimum is NaN or infinite where any value is, and the comparison with it False.
+            if len(values) and values.min() >= LOWEST_LOGPROB and values.max() <= POSITIVE_TOLERANCE:
+                continue
             if np.isnan(values).all():
                 continue  # absent as a whole: said once for the step, not row by row
             counted = row["loss_mask"]
@@ -175,7 +178,7 @@ class RowBuilder:
                     "below -700 (a stand-in)": int((np.isfinite(values) & (values < LOWEST_LOGPROB) & counted).sum()),
                 }
             )
-            row[key] = np.where(np.isfinite(values) & (values >= LOWEST_LOGPROB), values, np.nan)
+            cleaned[key] = np.where(np.isfinite(values) & (values >= LOWEST_LOGPROB), values, np.nan)
             place = f"{file}, row {number}"
             for kind, count in kinds.items():
                 if count:
@@ -184,9 +187,13 @@ class RowBuilder:
             if bool(((values > POSITIVE_TOLERANCE) & np.isfinite(values) & counted).any()):
                 what = f"{name} above 0, which no probability gives; kept as logged. Check how they were computed"
                 self._odd_values.setdefault(what, []).append(place)
+        return cleaned
 
     def _name(self, file: Path) -> str:
-        return file.relative_to(self._root).as_posix() if file.is_relative_to(self._root) else file.as_posix()
+        if file not in self._names:
+            inside = file.is_relative_to(self._root)
+            self._names[file] = (file.relative_to(self._root) if inside else file).as_posix()
+        return self._names[file]
 
 
 def _array(value: Any, key: str) -> Floats:
@@ -232,9 +239,10 @@ def _mask(value: Any, length: int) -> Bools:
     if value is None:
         return np.ones(length, dtype=np.bool_)
     mask = _floats(value, "loss_mask", length)
-    if not bool(np.isin(mask, (0.0, 1.0)).all()):
+    ones: Bools = mask == 1.0
+    if not bool((ones | (mask == 0.0)).all()):
         raise _Misfit("loss_mask holds values other than 0 and 1")
-    return mask.astype(np.bool_)
+    return ones
 
 
 def _versions(value: Any, length: int) -> Ints:
@@ -264,5 +272,10 @@ def _name(value: Any, key: str) -> str:
     return name
 
 
-def _plain(value: Any) -> Any:
-    return value.tobytes() if isinstance(value, np.ndarray) else value
+def _same(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True where every field is equal, byte by byte: NaN is equal to itself."""
+
+    def plain(value: Any) -> Any:
+        return (value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else repr(value)
+
+    return all(plain(row[key]) == plain(other[key]) for key in row)

@@ -1,0 +1,1 @@
+"""One module a format: ``write(run_dir, tokens)`` makes a step, ``parse(files)`` is the plain parser to compare with."""
