@@ -53,6 +53,7 @@ class BadFileError(InputError):
     """
 
     def __init__(self, file: Path | str, row: int | None, reason: str, remedy: str) -> None:
+        self.reason = reason
         where = f"{file}" if row is None else f"{file}, row {row}"
         super().__init__(f"{where}: {reason}. {remedy}")
 

@@ -79,7 +79,13 @@ def jsonl_rows(path: Path, on_torn: Torn, on_bad: Torn | None) -> Iterator[tuple
 
 def jsonl_values(path: Path, on_torn: Torn, on_bad: Torn | None) -> Iterator[tuple[int, Any]]:
     """As ``jsonl_rows``, for writers whose lines hold any JSON value."""
-    lines = read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    try:
+        lines = read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    except BadFileError as error:
+        if on_bad is None:
+            raise
+        on_bad(0, error.reason)
+        return
     # NUL bytes at the end are a file system's filler after a crash: blank.
     filled = [number for number, line in enumerate(lines, 1) if line.strip(b" \t\r\0")]
     for number in filled:
