@@ -229,6 +229,9 @@ def _precision(run: Run, options: DecomposeOptions) -> list[str]:
     ]
 
 
+_ASSUMED = "assumed, since nothing states it"
+
+
 def _nothing(run: Run, job: _Job) -> str:
     """Why a whole run could not be judged, in one line."""
     if job.rejected and not job.sequence_rows:
@@ -238,7 +241,7 @@ def _nothing(run: Run, job: _Job) -> str:
             f"{first.reason}"
         )
     # The same reason with another count at each step is one reason.
-    reasons = sorted({reason.split(":")[0] for row in job.step_rows for reason in row["reasons"]})
+    reasons = sorted({reason.split(":")[0] for row in job.step_rows for reason in row["reasons"]} - {_ASSUMED})
     return f"{run.path}: nothing could be compared at any step. {'; '.join(reasons[:3]) or 'No step was chosen'}"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mismatch_probe.checkpoints.describe import Description, describe
 from mismatch_probe.errors import CheckpointError
-from mismatch_probe.run import Rejected, Rollouts, Run
+from mismatch_probe.run import CLAIMS, Rejected, Rollouts, Run
 from mismatch_probe.scoring.plan import STATE_BYTES
 
 
@@ -198,8 +198,9 @@ def semantic_reasons(run: Run) -> list[str]:
             f"sampling was cut (top_p {settings.top_p:g}, top_k {settings.top_k}): the discrepancy holds the "
             "log of the mass that was kept, and mean weights fall below 1 by what was cut"
         )
-    if run.trainer_checkpoints is not None and "temperature" in settings.assumed:
-        reasons.append("temperature 1 is assumed: nothing states it. Pass --set temperature=VALUE if it was another")
+    if run.trainer_checkpoints is not None and settings.assumed:
+        values = ", ".join(f"{key} {getattr(settings, key)}" for key in CLAIMS if key in settings.assumed)
+        reasons.append(f"assumed, since nothing states it: {values}. Pass --set KEY=VALUE where it was another")
     if settings.filtered:
         reasons.append(f"rows were dropped before logging ({settings.filtered}): mean weights can differ from 1")
     return reasons

@@ -168,7 +168,8 @@ class CheckpointPattern:
         return list(self.root.glob(glob))
 
 
-_CLAIMS = ("temperature", "top_p", "top_k", "logprobs_mode", "trainer_dtype")
+CLAIMS = ("temperature", "top_p", "top_k", "logprobs_mode", "trainer_dtype")
+"""Settings whose default is a claim about the run: it is said wherever nobody made it."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ class Settings:
     @property
     def assumed(self) -> frozenset[str]:
         """Keys whose default is a claim about the run that nobody made."""
-        return frozenset(key for key in _CLAIMS if key not in self.sources)
+        return frozenset(key for key in CLAIMS if key not in self.sources)
 
     @property
     def scoring_temperature(self) -> float:

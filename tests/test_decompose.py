@@ -120,7 +120,9 @@ def test_a_step_and_a_run_without_loss_tokens(run: Planted) -> None:
     rewrite(run, 1)
     assert decompose(run) == 0
     assert steps(run).loc[1, "status"] == "unjudged"
-    assert list(steps(run).loc[1, "reasons"]) == ["no counted token"]
+    first, assumed = steps(run).loc[1, "reasons"]
+    assert first == "no counted token"
+    assert assumed.startswith("assumed, since nothing states it: top_p 1.0, top_k -1, logprobs_mode processed.")
     assert decompose(run, "--steps", "1", "-o", str(run.path / "none")) == 5
     assert not (run.path / "none").exists()
 
