@@ -11,8 +11,8 @@ import numpy as np
 
 from mismatch_probe.resolve import Gaps
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Rollouts
-from mismatch_probe.stats.bootstrap import ClusterBootstrap
-from mismatch_probe.stats.breakdown import StepEss
+from mismatch_probe.stats.breakdown import Rule, StepEss
+from mismatch_probe.stats.intervals import DEFAULT_METHOD, ClusterIntervals
 from mismatch_probe.stats.ratios import Levels, Split, split
 from mismatch_probe.stats.summary import BiasVectors, StepTokens, Summary, summarise
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """How breakdown is judged: level, threshold, and the bootstrap behind the intervals."""
+    """How breakdown is judged: level, threshold, and how the intervals are made."""
 
-    level: str
-    threshold: float
+    rule: Rule
     confidence: float
     resamples: int
     seed: int
+    intervals: str = DEFAULT_METHOD
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,15 +109,18 @@ def step_row(
     data: StepData, judgement: Judgement, previous: BiasVectors, extra_reasons: Iterable[str]
 ) -> tuple[dict[str, Any], Summary]:
     """The step's row of the steps table, and the summary it was taken from."""
-    bootstrap = ClusterBootstrap(data.levels.n_groups, judgement.seed, judgement.resamples, judgement.confidence)
-    summary = summarise(_step_tokens(data), bootstrap, previous)
+    intervals = ClusterIntervals(
+        data.levels.n_groups, judgement.seed, judgement.resamples, judgement.confidence, judgement.intervals
+    )
+    summary = summarise(_step_tokens(data), intervals, previous)
     ends = {
         f"{name}_ci_{end}": getattr(interval, end)
         for name, interval in summary.intervals.items()
         for end in ("low", "high")
     }
-    ess = summary.intervals[f"ess_lag_{judgement.level}"]
-    status = StepEss(data.step, ess.value, ess.low, ess.high, approximate=data.gap > 0).status(judgement.threshold)
+    rule = judgement.rule
+    ess = summary.intervals[f"ess_{rule.ratio}_{rule.level}"]
+    status = StepEss(data.step, ess.value, ess.low, ess.high, approximate=data.gap > 0).status(rule.threshold)
     row = {
         "step": data.step,
         **_counts(data),
@@ -125,9 +128,10 @@ def step_row(
         **ends,
         **summary.values,
         **_noise(data),
-        "breakdown_level": judgement.level,
-        "breakdown_threshold": judgement.threshold,
-        "breakdown_probability": ess.share_below(judgement.threshold),
+        "breakdown_level": rule.level,
+        "breakdown_ratio": rule.ratio,
+        "breakdown_threshold": rule.threshold,
+        "breakdown_probability": ess.share_below(rule.threshold),
         "status": str(status),
         "reasons": [*_null_reasons(data, summary), *extra_reasons],
     }

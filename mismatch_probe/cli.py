@@ -14,9 +14,13 @@ from mismatch_probe.cli_options import (
     ConfidenceOption,
     DataFormat,
     FigureFormat,
+    Intervals,
+    IntervalsOption,
     Level,
     LevelOption,
     QuietOption,
+    Ratio,
+    RatioOption,
     ReadableFormat,
     RunArgument,
     RunFormatOption,
@@ -107,7 +111,9 @@ def decompose(
     ] = False,
     ess_level: LevelOption = Level.sequence,
     ess_threshold: ThresholdOption = 0.5,
+    ess_ratio: RatioOption = Ratio.lag,
     confidence: ConfidenceOption = 0.95,
+    intervals: IntervalsOption = Intervals.jackknife,
     run_format: RunFormatOption = None,
     overrides: SetOption = None,
     skip_bad_rows: SkipBadRowsOption = False,
@@ -134,6 +140,8 @@ def decompose(
         nearest=nearest,
         level=ess_level.value,
         threshold=ess_threshold,
+        ratio=ess_ratio.value,
+        intervals=intervals.value,
         confidence=confidence,
         skip_bad_rows=skip_bad_rows,
         strict=strict,
@@ -146,17 +154,18 @@ def ess_report(
     output: AnalysisOption = None,
     ess_level: LevelOption = Level.sequence,
     ess_threshold: ThresholdOption = 0.5,
+    ess_ratio: RatioOption = Ratio.lag,
+    lasting: Annotated[int, typer.Option(min=1, help="Judged steps in a row that make a lasting breakdown.")] = 3,
     format: Annotated[ReadableFormat, typer.Option("--format", help="How to print.")] = ReadableFormat.text,
 ) -> int:
     """ESS of the lag, discrepancy and total ratio a step, the first breakdown, and a verdict."""
     from mismatch_probe.folder import open_analysis
     from mismatch_probe.reporters import ess_report as reporter
     from mismatch_probe.reporters.terminal import stdout
+    from mismatch_probe.stats.breakdown import Rule
 
     analysis = open_analysis(run_dir, output)
-    report = reporter.ess_report(
-        analysis.steps, analysis.name, ess_level.value, ess_threshold, analysis.record["options"]["confidence"]
-    )
+    report = reporter.ess_report(analysis, Rule(ess_level.value, ess_threshold, ess_ratio.value, lasting))
     if format is ReadableFormat.text:
         reporter.print_text(report, stdout())
     else:

@@ -15,6 +15,7 @@ from mismatch_probe.reporters.ess_report import ess_report
 from mismatch_probe.reporters.format import nats
 from mismatch_probe.reporters.terminal import TerminalProgress, approximation_note, decomposition_table, stdout
 from mismatch_probe.selection import StepSelection
+from mismatch_probe.stats.breakdown import Rule
 
 
 def run_decompose(
@@ -59,7 +60,7 @@ def _print_result(run_dir: Path, output: Path | None) -> None:
     note = approximation_note(steps["nearest_gap_max"])
     if note:
         console.print(note, style="yellow")
-    report = ess_report(steps, analysis.name, options["level"], options["threshold"], options["confidence"])
+    report = ess_report(analysis, Rule(options["level"], options["threshold"], options["ratio"]))
     console.print()
     console.print(report.verdict, style="bold")
     console.print(report.numerics)

@@ -17,6 +17,22 @@ class Level(StrEnum):
     prompt = "prompt"
 
 
+class Ratio(StrEnum):
+    """Ratio whose weights are judged."""
+
+    lag = "lag"
+    discrepancy = "discrepancy"
+    total = "total"
+
+
+class Intervals(StrEnum):
+    """How intervals over prompt groups are made."""
+
+    jackknife = "jackknife"
+    bca = "bca"
+    percentile = "percentile"
+
+
 class DataFormat(StrEnum):
     """Formats of commands for people and programs."""
 
@@ -51,7 +67,9 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A run.toml key, over what the run says. Repeatable."),
 ]
 LevelOption = Annotated[Level, typer.Option(help="Level at which breakdown is judged.")]
-ThresholdOption = Annotated[float, typer.Option(min=0, max=1, help="ESS of the lag below it is a breakdown.")]
+ThresholdOption = Annotated[float, typer.Option(min=0, max=1, help="ESS below it is a breakdown.")]
+RatioOption = Annotated[Ratio, typer.Option(help="Ratio whose ESS is judged: lag alone, discrepancy alone, or both.")]
+IntervalsOption = Annotated[Intervals, typer.Option(help="How intervals over prompt groups are made.")]
 ConfidenceOption = Annotated[float, typer.Option(min=0.5, max=0.999, help="Coverage of the intervals.")]
 SkipBadRowsOption = Annotated[
     bool, typer.Option("--skip-bad-rows", help="Set aside lines and files that cannot be parsed.")

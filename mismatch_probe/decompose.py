@@ -24,7 +24,8 @@ from mismatch_probe.run import Rejected, Rollouts, Run, Step
 from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.score import GIVES_NO_NUMBER, StepScorer, StepScores
 from mismatch_probe.selection import StepSelection, limit_sequences
-from mismatch_probe.stats.breakdown import DEFAULT_LEVEL, DEFAULT_THRESHOLD
+from mismatch_probe.stats.breakdown import DEFAULT_LEVEL, DEFAULT_RATIO, DEFAULT_THRESHOLD, Rule
+from mismatch_probe.stats.intervals import DEFAULT_METHOD
 from mismatch_probe.stats.summary import BiasVectors
 from mismatch_probe.table_io import table_of, write_table
 from mismatch_probe.tables import REJECTED, SEQUENCES, STEPS
@@ -59,8 +60,10 @@ class DecomposeOptions:
     trust_remote_code: bool = False
     level: str = DEFAULT_LEVEL
     threshold: float = DEFAULT_THRESHOLD
+    ratio: str = DEFAULT_RATIO
     confidence: float = 0.95
     resamples: int = 2000
+    intervals: str = DEFAULT_METHOD
     skip_bad_rows: bool = False
     strict: bool = False
     nearest: bool = False
@@ -110,7 +113,11 @@ class _Job:
         on_unusable = self._say_unusable if options.skip_bad_rows else None
         self._scorer = StepScorer(self._scoring, progress.tokens, on_unusable)
         self._judgement = Judgement(
-            options.level, options.threshold, options.confidence, options.resamples, options.seed
+            Rule(options.level, options.threshold, options.ratio),
+            options.confidence,
+            options.resamples,
+            options.seed,
+            options.intervals,
         )
         self._bias = BiasVectors()
         self._digests: dict[str, str] = {}

@@ -121,6 +121,11 @@ STEPS = (
         for ratio in _RATIOS
         for level in _LEVELS
     ),
+    *(
+        _number(f"ess_{ratio}_{level}_bias", f"small-sample bias of ess_{ratio}_{level}: bootstrap mean minus value")
+        for ratio in _RATIOS
+        for level in _LEVELS
+    ),
     _nats("prefix_kl_stale_trainer", "prefix KL: mean of KL(pi_s || pi) over the sampler's prefixes", True),
     _nats("prefix_kl_trainer_stale", "prefix KL: mean of KL(pi || pi_s) over the sampler's prefixes", True),
     _nats(
@@ -180,9 +185,12 @@ STEPS = (
     _nats("logged_trainer_gap_rms", "rms of logged minus rescored log pi, where the run logs it"),
     _nats("logged_trainer_gap_max", "largest such difference"),
     Column("breakdown_level", _S, "level at which breakdown was judged"),
-    _number("breakdown_threshold", "ESS of the lag below it is a breakdown"),
-    _number("breakdown_probability", "share of bootstrap replicates below the threshold"),
-    Column("status", _S, "ok, borderline, breakdown or unjudged"),
+    Column("breakdown_ratio", _S, "ratio whose ESS was judged"),
+    _number("breakdown_threshold", "ESS below it is a breakdown"),
+    _number(
+        "breakdown_probability", "confidence, by the interval's method, that the judged ESS is below the threshold"
+    ),
+    Column("status", _S, "ok, warning, breakdown, unjudged or approximate"),
     Column("reasons", pa.list_(pa.string()), "why something is null or of limited meaning"),
 )
 
@@ -214,7 +222,7 @@ def markdown() -> str:
         "# Tables",
         "",
         "What `decompose` writes. Null means not known; `reasons` in `steps.parquet` says why. A column marked with ±",
-        "has `_ci_low` and `_ci_high` beside it: a percentile interval of the cluster bootstrap over prompt groups.",
+        "has `_ci_low` and `_ci_high` beside it: over prompt groups, by the method in run.json.",
         "The same definitions and units are in the metadata of each Parquet field.",
     ]
     for file, columns in (

@@ -317,7 +317,7 @@ def test_progress_and_notices_go_to_stderr(run: Planted, capsys: pytest.CaptureF
     assert main(["decompose", str(run.path)]) == 0
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err
-    assert "status" in printed.out and "Importance weighting" in printed.out
+    assert "status" in printed.out and "of the lag" in printed.out
     assert "wrote" in printed.err and "wrote" not in printed.out
     assert max(map(len, printed.out.splitlines())) <= 80
 

@@ -45,7 +45,7 @@ def test_every_figure_is_written_and_the_same_twice(planted: Planted, format: st
 def test_every_breakdown_step_is_marked(planted: Planted, name: str) -> None:
     analysis = opened(planted)
     threshold = 0.7
-    broken = analysis.steps.loc[analysis.steps["ess_lag_sequence"] < threshold, "step"].tolist()
+    broken = analysis.steps.loc[analysis.steps["ess_lag_sequence_ci_high"] < threshold, "step"].tolist()
     assert 0 < len(broken) < len(analysis.steps)
     figure = FIGURES[name](analysis, "sequence", threshold)
     assert shaded_steps(figure) == pytest.approx(broken)

@@ -66,7 +66,7 @@ def test_make_demo_runs_and_says_what_to_try_next(tmp_path: Path) -> None:
         check=False,
     )
     assert made.returncode == 0, made.stderr
-    assert "breaks down at step 6" in " ".join(made.stdout.split())
+    assert "breaks down at step 8 and stays broken" in " ".join(made.stdout.split())
     assert "What to try next" in made.stdout
     assert (tmp_path / "demo" / "plots" / "ess.png").is_file()
 

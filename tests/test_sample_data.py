@@ -50,8 +50,9 @@ def test_runs_are_whole(run: str) -> None:
 def test_stale_run_breaks_down_and_the_step_is_named(stale_analysis: Path, tmp_path, monkeypatch, capsys) -> None:
     assert main(["ess-report", "-o", str(stale_analysis), "--format", "json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["first_breakdown_step"] == 6
-    assert report["verdict"].startswith("Importance weighting breaks down at step 6: the sequence ESS of the lag falls")
+    assert (report["first_breakdown_step"], report["lasting_breakdown_step"]) == (8, 8)
+    verdict = "Importance weighting breaks down at step 8 and stays broken: the sequence ESS of the lag falls"
+    assert report["verdict"].startswith(verdict)
     ess = steps(stale_analysis)["ess_lag_sequence"]
     assert (ess[:6] >= 0.5).all() and (ess[6:] < 0.5).all()
     monkeypatch.chdir(tmp_path)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
 from rich.console import Console
 from rich.text import Text
 
+from mismatch_probe.folder import Analysis
 from mismatch_probe.reporters.format import to_json, with_interval
 from mismatch_probe.reporters.terminal import STATUS_STYLE, approximation_note, plain_table, step_label
-from mismatch_probe.stats.breakdown import LEVELS, RATIOS, StepEss, first_breakdown, verdict
+from mismatch_probe.stats.breakdown import LEVELS, RATIOS, Breakdown, Rule, StepEss, find_breakdown, verdict
 from mismatch_probe.stats.levels import StepDiscrepancy, discrepancy_sentence
 
 _MEANING = {
-    "lag": "Lag, pi / pi_s: stale weights alone. Breakdown is judged here.",
+    "lag": "Lag, pi / pi_s: stale weights alone.",
     "discrepancy": "Discrepancy, pi_s / mu: engine numerics alone.",
     "total": "Total, pi / mu: what the logs blend.",
 }
@@ -26,9 +26,9 @@ class EssReport:
     """ESS of every step; ``ess[ratio][level]`` has one StepEss a step."""
 
     run: str
-    level: str
-    threshold: float
+    rule: Rule
     confidence: float
+    intervals: str
     ess: dict[str, dict[str, list[StepEss]]]
     discrepancy: list[StepDiscrepancy]
     note: str = ""
@@ -40,22 +40,23 @@ class EssReport:
 
     @property
     def judged(self) -> list[StepEss]:
-        """The lag's ESS at the level that is judged."""
-        return self.ess["lag"][self.level]
+        """The ESS that the rule judges."""
+        return self.ess[self.rule.ratio][self.rule.level]
 
     @property
-    def first(self) -> StepEss | None:
-        """The first breakdown step."""
-        return first_breakdown(self.judged, self.threshold)
+    def breakdown(self) -> Breakdown:
+        """The first breakdown step, and the first lasting one."""
+        return find_breakdown(self.judged, self.rule)
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
-        return verdict(self.judged, self.level, self.threshold)
+        """In words."""
+        return verdict(self.judged, self.rule)
 
 
-def ess_report(steps: pd.DataFrame, run: str, level: str, threshold: float, confidence: float) -> EssReport:
+def ess_report(analysis: Analysis, rule: Rule) -> EssReport:
     """Take the report from the steps table."""
+    steps, options = analysis.steps, analysis.record["options"]
 
     def column(ratio: str, level: str) -> list[StepEss]:
         name = f"ess_{ratio}_{level}"
@@ -72,7 +73,8 @@ def ess_report(steps: pd.DataFrame, run: str, level: str, threshold: float, conf
     exact = steps[steps["nearest_gap_max"] == 0]  # elsewhere D holds a part of the lag
     parts = exact[["step", "discrepancy_rms", "discrepancy_k3"]].itertuples(index=False)
     discrepancy = [StepDiscrepancy(int(step), float(rms), float(k3)) for step, rms, k3 in parts]
-    return EssReport(run, level, threshold, confidence, ess, discrepancy, approximation_note(steps["nearest_gap_max"]))
+    note = approximation_note(steps["nearest_gap_max"])
+    return EssReport(analysis.name, rule, options["confidence"], options["intervals"], ess, discrepancy, note)
 
 
 def print_text(report: EssReport, console: Console) -> None:
@@ -80,11 +82,11 @@ def print_text(report: EssReport, console: Console) -> None:
     for ratio in RATIOS:
         console.print(Text(_MEANING[ratio], style="bold"))
         headings = [f"{level} ESS" for level in LEVELS]
-        table = plain_table("step", *headings, *(["status"] if ratio == "lag" else []), left=(0, 4))
+        table = plain_table("step", *headings, *(["status"] if ratio == report.rule.ratio else []), left=(0, 4))
         for at, judged in enumerate(report.judged):
             cells = [with_interval(s.value, s.low, s.high, s.n) for s in (report.ess[ratio][lvl][at] for lvl in LEVELS)]
-            status = judged.status(report.threshold)
-            mark = [Text(status, style=STATUS_STYLE[status])] if ratio == "lag" else []
+            status = judged.status(report.rule.threshold)
+            mark = [Text(status, style=STATUS_STYLE[status])] if ratio == report.rule.ratio else []
             table.add_row(step_label(judged.step, judged.approximate), *cells, *mark)
         console.print(table)
         console.print()
@@ -98,12 +100,12 @@ def to_markdown(report: EssReport) -> str:
     """The same as Markdown."""
     lines = [f"### ESS of {report.run}", "", report.verdict, "", report.numerics, ""]
     for ratio in RATIOS:
-        status = ["status"] if ratio == "lag" else []
+        status = ["status"] if ratio == report.rule.ratio else []
         heads = ["step", *(f"{level} ESS" for level in LEVELS), *status]
         lines += [f"**{_MEANING[ratio]}**", "", f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
         for at, judged in enumerate(report.judged):
             cells = [with_interval(s.value, s.low, s.high, s.n) for s in (report.ess[ratio][lvl][at] for lvl in LEVELS)]
-            mark = [str(judged.status(report.threshold))] if ratio == "lag" else []
+            mark = [str(judged.status(report.rule.threshold))] if ratio == report.rule.ratio else []
             lines.append(f"| {' | '.join([step_label(judged.step, judged.approximate), *cells, *mark])} |")
         lines.append("")
     return "\n".join([*lines, _footnote(report)])
@@ -111,19 +113,24 @@ def to_markdown(report: EssReport) -> str:
 
 def as_json(report: EssReport) -> str:
     """The same as JSON; null where unknown."""
-    first = report.first
+    found = report.breakdown
     steps: list[dict[str, Any]] = []
     for at, judged in enumerate(report.judged):
         ess = {ratio: {lvl: _numbers(report.ess[ratio][lvl][at]) for lvl in LEVELS} for ratio in RATIOS}
-        steps.append({"step": judged.step, "status": str(judged.status(report.threshold)), "ess": ess})
+        steps.append({"step": judged.step, "status": str(judged.status(report.rule.threshold)), "ess": ess})
     return to_json(
         {
             "schema_version": 1,
             "run": report.run,
-            "level": report.level,
-            "threshold": report.threshold,
+            "level": report.rule.level,
+            "ratio": report.rule.ratio,
+            "threshold": report.rule.threshold,
+            "lasting": report.rule.lasting,
             "confidence": report.confidence,
-            "first_breakdown_step": None if first is None else first.step,
+            "intervals": report.intervals,
+            "first_breakdown_step": None if found.first is None else found.first.step,
+            "lasting_breakdown_step": None if found.lasting is None else found.lasting.step,
+            "breakdown_steps": found.steps,
             "verdict": report.verdict,
             "numerics": report.numerics,
             "steps": steps,
@@ -137,9 +144,11 @@ def _numbers(step: StepEss) -> dict[str, float]:
 
 def _footnote(report: EssReport) -> str:
     return (
-        f"Kish ESS of raw weights as a share of n, with {report.confidence:.0%} intervals over prompt groups. "
+        f"Kish ESS of raw weights as a share of n, with {report.confidence:.0%} intervals over prompt groups "
+        f"({report.intervals}). "
         "sequence: product over the response; prompt: mean of a group's sequence weights. "
         "<: below 5/n, where the estimate is biased upwards; ~: ten units or fewer. "
-        f"Breakdown: {report.level} ESS of the lag below {report.threshold:g}."
+        f"Breakdown: the whole interval of {report.rule.quantity} lies below {report.rule.threshold:g}; warning: it "
+        f"straddles it; lasting: {report.rule.lasting} judged steps in a row."
         f"{' ' + report.note if report.note else ''}"
     )

@@ -151,7 +151,7 @@ def mark_breakdown(panels: Iterable[Axes], broken: Sequence[int], text: str = ""
 
 def breakdown_text(broken: Sequence[int], level: str, threshold: float) -> str:
     """What the shade means."""
-    return f"breakdown: {level} ESS < {threshold:g}, at step {ranges(list(broken))}"
+    return f"breakdown: {level} ESS surely < {threshold:g}, at step {ranges(list(broken))}"
 
 
 def breakdown_patch(text: str) -> Patch:

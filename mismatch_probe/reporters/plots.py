@@ -17,7 +17,7 @@ from mismatch_probe.folder import Analysis, write_bytes
 from mismatch_probe.reporters import plot_style as style
 from mismatch_probe.reporters.ess_report import ess_report
 from mismatch_probe.reporters.plot_style import Line
-from mismatch_probe.stats.breakdown import LEVELS, Status
+from mismatch_probe.stats.breakdown import LEVELS, Rule, Status
 
 
 def draw(analysis: Analysis, only: Sequence[str] | None, level: str, threshold: float, format: str) -> list[Path]:
@@ -212,7 +212,7 @@ FIGURES: dict[str, Draw] = {
 
 
 def _breakdown_steps(analysis: Analysis, level: str, threshold: float) -> list[int]:
-    report = ess_report(analysis.steps, analysis.name, level, threshold, analysis.record["options"]["confidence"])
+    report = ess_report(analysis, Rule(level, threshold))
     return [step.step for step in report.judged if step.status(threshold) is Status.BREAKDOWN]
 
 

@@ -16,7 +16,7 @@ from mismatch_probe.reporters.format import nats, share
 
 STATUS_STYLE = {
     "ok": "green",
-    "borderline": "yellow",
+    "warning": "yellow",
     "breakdown": "bold red",
     "unjudged": "dim",
     "approximate": "yellow",

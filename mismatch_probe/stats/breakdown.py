@@ -1,30 +1,49 @@
-"""Where importance weighting breaks down: the ESS of the lag ratio below a threshold."""
+"""Where importance weighting breaks down: the ESS of the lag ratio below a threshold, as a test and not at a glance."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 RATIOS = ("lag", "discrepancy", "total")
 LEVELS = ("token", "sequence", "prompt")
+DEFAULT_RATIO = "lag"
 DEFAULT_LEVEL = "sequence"
 DEFAULT_THRESHOLD = 0.5
+DEFAULT_LASTING = 3
+"""Consecutive judged steps in breakdown that make it a lasting one."""
 
 
 class Status(StrEnum):
-    """What a step's ESS says.
+    """What a step's ESS says of the threshold.
 
-    ``breakdown``: below the threshold. ``borderline``: not below it, but the interval reaches below.
-    ``unjudged``: the ESS is null. ``approximate``: it is that of neighbouring weights, so nothing is declared on it.
+    ``breakdown``: its whole interval lies below. ``warning``: the interval straddles it. ``ok``: none of it is below.
+    ``unjudged``: the ESS is null, or has no interval to judge by. ``approximate``: it is that of neighbouring weights,
+    so nothing is declared on it.
     """
 
     OK = "ok"
-    BORDERLINE = "borderline"
+    WARNING = "warning"
     BREAKDOWN = "breakdown"
     UNJUDGED = "unjudged"
     APPROXIMATE = "approximate"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is a breakdown: ESS of ``ratio`` at ``level`` below ``threshold``; ``lasting`` steps of it make it last."""
+
+    level: str = DEFAULT_LEVEL
+    threshold: float = DEFAULT_THRESHOLD
+    ratio: str = DEFAULT_RATIO
+    lasting: int = DEFAULT_LASTING
+
+    @property
+    def quantity(self) -> str:
+        """The ESS that is judged, in words."""
+        return f"the {self.level} ESS of the {self.ratio if self.ratio == 'lag' else f'{self.ratio} ratio'}"
 
 
 @dataclass(frozen=True)
@@ -39,49 +58,101 @@ class StepEss:
     approximate: bool = False
 
     def status(self, threshold: float) -> Status:
-        """Compare with the threshold."""
+        """Compare the interval with the threshold."""
         if math.isnan(self.value):
             return Status.UNJUDGED
         if self.approximate:
             return Status.APPROXIMATE
-        if self.value < threshold:
+        if math.isnan(self.low):
+            return Status.UNJUDGED
+        if self.high < threshold:
             return Status.BREAKDOWN
-        return Status.BORDERLINE if self.low < threshold else Status.OK
+        return Status.WARNING if self.low < threshold else Status.OK
 
 
-def first_breakdown(steps: Iterable[StepEss], threshold: float) -> StepEss | None:
-    """The first step below the threshold."""
-    return next((step for step in steps if step.status(threshold) is Status.BREAKDOWN), None)
+@dataclass(frozen=True)
+class Breakdown:
+    """Breakdowns of a run: ``first`` step, and ``lasting``, the first of the steps from which it does not recover
+    within ``min_length`` judged steps; None where there is none. ``steps`` counts all steps in breakdown.
+    """
+
+    first: StepEss | None
+    lasting: StepEss | None
+    steps: int
+    min_length: int
 
 
-def verdict(steps: Sequence[StepEss], level: str, threshold: float) -> str:
-    """One sentence: does importance weighting of the lag hold, and where did it stop?"""
+def find_breakdown(steps: Sequence[StepEss], rule: Rule) -> Breakdown:
+    """The first step in breakdown, and the first of ``rule.lasting`` judged steps in a row that all are.
+
+    Steps that cannot be judged are passed over: they neither begin, continue nor end a row.
+    """
+    judged = [(step, step.status(rule.threshold)) for step in steps]
+    judged = [pair for pair in judged if pair[1] not in (Status.UNJUDGED, Status.APPROXIMATE)]
+    broken = [step for step, status in judged if status is Status.BREAKDOWN]
+    lasting, row = None, 0
+    for at, (_, status) in enumerate(judged):
+        row = row + 1 if status is Status.BREAKDOWN else 0
+        if row == rule.lasting:
+            lasting = judged[at - rule.lasting + 1][0]
+            break
+    return Breakdown(broken[0] if broken else None, lasting, len(broken), rule.lasting)
+
+
+def verdict(steps: Sequence[StepEss], rule: Rule) -> str:
+    """In words: does importance weighting hold, where did it stop, and for how long?"""
     known = [step for step in steps if not math.isnan(step.value)]
-    judged = [step for step in known if not step.approximate]
-    if known and not judged:
-        return "The ESS of the lag is approximate at every step: neighbouring weights stand in, so no verdict is given."
+    what, threshold = rule.quantity, rule.threshold
+    if not known:
+        return f"Could not be judged at any step: {what} is null throughout."
+    statuses = [step.status(threshold) for step in steps]
+    judged = [
+        step
+        for step, status in zip(steps, statuses, strict=True)
+        if status not in (Status.UNJUDGED, Status.APPROXIMATE)
+    ]
+    if not judged and Status.APPROXIMATE in statuses:
+        return f"No verdict: {what} is approximate at every step, where neighbouring weights stand in."
     if not judged:
-        return "The ESS of the lag could not be judged at any step: the lag is null throughout."
-    unjudged = f" {len(steps) - len(judged)} of {_steps(len(steps))} could not be judged." * (len(judged) < len(steps))
-    what = f"the {level} ESS of the lag"
-    first = first_breakdown(judged, threshold)
-    all_judged = f"{'all ' * (len(judged) > 1)}{_steps(len(judged))} judged"
-    if first is None:
-        lowest = min(judged, key=lambda step: step.value)
-        straddling = sum(step.status(threshold) is Status.BORDERLINE for step in judged)
-        doubt = f" At {_steps(straddling)} the interval reaches below it." * bool(straddling)
+        return f"No verdict: {what} has no interval at any step, since each holds one prompt group."
+    left = len(steps) - len(judged)
+    unjudged = f" {left} of {_steps(len(steps))} could not be judged." if left else ""
+    found = find_breakdown(steps, rule)
+    doubtful = statuses.count(Status.WARNING)
+    if found.first is None:
+        return _holds(judged, what, threshold, doubtful) + unjudged
+    return _breaks(found, judged, what, threshold, doubtful) + unjudged
+
+
+def _holds(judged: list[StepEss], what: str, threshold: float, doubtful: int) -> str:
+    lowest = min(judged, key=lambda step: step.value)
+    where = f"(lowest {_with_interval(lowest)} at step {lowest.step})"
+    if doubtful:
         return (
-            f"Importance weighting holds: {what} stays at or above {threshold:g} at {all_judged} "
-            f"(lowest {_with_interval(lowest)} at step {lowest.step}).{doubt}{unjudged}"
+            f"No breakdown is proven, and it is not ruled out: the interval of {what} reaches below {threshold:g} at "
+            f"{doubtful} of {_steps(len(judged))} judged {where}."
         )
-    below = sum(step.value < threshold for step in judged)
-    sure = "its interval lies below it as well" if first.high < threshold else "its interval still reaches above it"
-    if math.isnan(first.high):
-        sure = "it has no interval"
+    all_judged = f"{'all ' * (len(judged) > 1)}{_steps(len(judged))} judged"
+    return f"Importance weighting holds: {what} stays above {threshold:g} at {all_judged} {where}."
+
+
+def _breaks(found: Breakdown, judged: list[StepEss], what: str, threshold: float, doubtful: int) -> str:
+    assert found.first is not None
+    count = f"{found.steps} of {_steps(len(judged))} judged {'is' if found.steps == 1 else 'are'} in breakdown"
+    count += f", {doubtful} more {'is' if doubtful == 1 else 'are'} in doubt." if doubtful else "."
+    if found.lasting is None:
+        length = f"no {found.min_length} judged steps in a row" if len(judged) > 1 else "the only step judged"
+        return (
+            f"Importance weighting breaks down at step {found.first.step}: {what} falls to "
+            f"{_with_interval(found.first)}, all of it below {threshold:g}. It is not shown to last ({length}); {count}"
+        )
+    before = ""
+    if found.first.step != found.lasting.step:
+        before = f" A first bad step was {found.first.step}, at {_with_interval(found.first)}."
     return (
-        f"Importance weighting breaks down at step {first.step}: {what} falls to {_with_interval(first)}, below "
-        f"{threshold:g} ({sure}); {below} of {_steps(len(judged))} judged {'is' if below == 1 else 'are'} below."
-        f"{unjudged}"
+        f"Importance weighting breaks down at step {found.lasting.step} and stays broken: {what} falls to "
+        f"{_with_interval(found.lasting)}, all of it below {threshold:g}, for {found.min_length} judged steps in a row "
+        f"or more; {count}{before}"
     )
 
 

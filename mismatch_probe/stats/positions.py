@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mismatch_probe.stats.bootstrap import ClusterBootstrap
 from mismatch_probe.stats.ess import ess
+from mismatch_probe.stats.intervals import ClusterIntervals
 from mismatch_probe.stats.ratios import Levels
 from mismatch_probe.stats.tails import pareto_k, pareto_k_limit
 from mismatch_probe.stats.types import Bools, Floats, Ints
@@ -24,7 +24,7 @@ NEARLY_EQUAL = 0.9
 WIDEST_MASS = 0.2
 """Widest interval of a mean weight that still counts as knowing it."""
 _CHUNK = 512
-"""Places whose bootstrap replicates are held at once."""
+"""Places whose sums over groups are held at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Places:
     weighted_kl: Floats
 
 
-def audit_places(log_ratio: Floats, kl: Floats, levels: Levels, bootstrap: ClusterBootstrap) -> Places:
+def audit_places(log_ratio: Floats, kl: Floats, levels: Levels, intervals: ClusterIntervals) -> Places:
     """Follow the running weight through the responses.
 
     Sequences with a null log-ratio are left out: their weight is not known from there on.
@@ -64,12 +64,12 @@ def audit_places(log_ratio: Floats, kl: Floats, levels: Levels, bootstrap: Clust
         log_ratio: d = log pi - log mu of each counted token, in order within its sequence, nats, (n,).
         kl: a divergence at the prefix of each token, nats, (n,).
         levels: which sequence and group each token belongs to.
-        bootstrap: over prompt groups.
+        intervals: over prompt groups.
     """
     log_weight, divergence, group = _padded(log_ratio, kl, levels)
     here = ~np.isnan(divergence)
     weight = np.exp(log_weight)
-    low, high = _mean_intervals(weight, group, bootstrap)
+    low, high = _mean_intervals(weight, group, intervals)
     n = len(weight)
     effective = np.array([ess(column) * n for column in log_weight.T])
     shape = np.array([pareto_k(column) for column in log_weight.T])
@@ -154,16 +154,16 @@ def _padded(log_ratio: Floats, kl: Floats, levels: Levels) -> tuple[Floats, Floa
     return np.cumsum(ratio, axis=1) - ratio, divergence, levels.group_of_sequence[whole]
 
 
-def _mean_intervals(weight: Floats, group: Ints, bootstrap: ClusterBootstrap) -> tuple[Floats, Floats]:
+def _mean_intervals(weight: Floats, group: Ints, intervals: ClusterIntervals) -> tuple[Floats, Floats]:
     """Interval of the mean weight at each place, (T,) twice; NaN with fewer than two groups."""
     low, high = np.full(weight.shape[1], np.nan), np.full(weight.shape[1], np.nan)
     if len(np.unique(group)) < 2:
         return low, high
-    counts = np.zeros(bootstrap.n_groups)
+    counts = np.zeros(intervals.n_groups)
     np.add.at(counts, group, 1.0)
     for start in range(0, weight.shape[1], _CHUNK):
         span = slice(start, start + _CHUNK)
-        sums = np.zeros((bootstrap.n_groups, weight[:, span].shape[1]))
+        sums = np.zeros((intervals.n_groups, weight[:, span].shape[1]))
         np.add.at(sums, group, weight[:, span])
-        low[span], high[span] = bootstrap.mean_intervals(counts, sums)
+        low[span], high[span] = intervals.mean_intervals(counts, sums)
     return low, high

@@ -14,9 +14,20 @@ from mismatch_probe.stats.bias import (
     mean_bias,
     sampled_total_variation,
 )
-from mismatch_probe.stats.bootstrap import ClusterBootstrap, Interval, Statistic, group_sums, mean, root_mean
 from mismatch_probe.stats.ess import ess_from_sums
 from mismatch_probe.stats.health import length_at_half_ess, level_log_weights, predicted_sequence_ess, weight_health
+from mismatch_probe.stats.intervals import (
+    IDENTITY,
+    LOG,
+    LOG_MINUS_LOG,
+    ClusterIntervals,
+    Interval,
+    Scale,
+    Statistic,
+    group_sums,
+    mean,
+    root_mean,
+)
 from mismatch_probe.stats.kl import k_terms
 from mismatch_probe.stats.positions import Places, audit_places, full_kl
 from mismatch_probe.stats.ratios import Levels, Split, drop_nulls
@@ -63,23 +74,26 @@ class Summary:
     reasons: list[str] = field(default_factory=list)
 
 
-def summarise(tokens: StepTokens, bootstrap: ClusterBootstrap, previous: BiasVectors) -> Summary:
+def summarise(tokens: StepTokens, intervals: ClusterIntervals, previous: BiasVectors) -> Summary:
     """Every number of ``steps.parquet`` that follows from the tokens alone.
 
     Args:
         tokens: the step's counted tokens.
-        bootstrap: over the step's prompt groups.
+        intervals: over the step's prompt groups.
         previous: bias vectors of the step before, for the cosines.
     """
     with np.errstate(over="ignore", invalid="ignore"):  # infinite sums are refused below, with a reason
-        return _summarise(tokens, bootstrap, previous)
+        return _summarise(tokens, intervals, previous)
 
 
-def _summarise(tokens: StepTokens, bootstrap: ClusterBootstrap, previous: BiasVectors) -> Summary:
-    intervals = {**_moments(tokens, bootstrap), **_ess(tokens, bootstrap)}
-    values, bias = _bias(tokens, previous)
+def _summarise(tokens: StepTokens, intervals: ClusterIntervals, previous: BiasVectors) -> Summary:
+    found, values = _moments(tokens, intervals), {}
+    for name, (interval, bias) in _ess(tokens, intervals).items():
+        found[name], values[f"{name}_bias"] = interval, bias
+    biases, vectors = _bias(tokens, previous)
+    values.update(biases)
     values.update(_health(tokens))
-    places = audit_places(tokens.split.log_ratio, tokens.kl_trainer_stale, tokens.levels, bootstrap)
+    places = audit_places(tokens.split.log_ratio, tokens.kl_trainer_stale, tokens.levels, intervals)
     if len(tokens.token_id) and not tokens.split.lag.any() and not tokens.total_variation.any():
         # The same weights on both sides: the KL is zero on any prefix, seen or not.
         values["full_kl_trainer_stale"], refusal = 0.0, ""
@@ -90,40 +104,40 @@ def _summarise(tokens: StepTokens, bootstrap: ClusterBootstrap, previous: BiasVe
         values["discrepancy_lag_covariance"] = float(
             np.cov(tokens.split.discrepancy[known], tokens.split.lag[known], bias=True)[0, 1]
         )
-    reasons = sorted({f"no interval: {i.reason}" for i in intervals.values() if i.reason and math.isfinite(i.value)})
-    beyond = sorted(name for name, interval in intervals.items() if math.isinf(interval.value))
+    reasons = sorted({f"no interval: {i.reason}" for i in found.values() if i.reason and math.isfinite(i.value)})
+    beyond = sorted(name for name, interval in found.items() if math.isinf(interval.value))
     if beyond:
-        reasons.append(f"{', '.join(beyond)}: {intervals[beyond[0]].reason}")
-    return Summary(values, intervals, bias, places, [*([refusal] if refusal else []), *reasons])
+        reasons.append(f"{', '.join(beyond)}: {found[beyond[0]].reason}")
+    return Summary(values, found, vectors, places, [*([refusal] if refusal else []), *reasons])
 
 
-def _moments(tokens: StepTokens, bootstrap: ClusterBootstrap) -> dict[str, Interval]:
+def _moments(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, Interval]:
     """Means over tokens: signed, absolute and squared parts, KL estimates, mass audit, exact vocabulary sums."""
     parts = {"discrepancy": tokens.split.discrepancy, "lag": tokens.split.lag, "log_ratio": tokens.split.log_ratio}
-    terms: dict[str, tuple[Floats, Statistic]] = {}
+    terms: dict[str, tuple[Floats, Statistic, Scale]] = {}
     for name, values in parts.items():
-        terms[f"{name}_mean"] = (values, mean)
-        terms[f"{name}_mean_abs"] = (np.abs(values), mean)
-        terms[f"{name}_rms"] = (np.square(values), root_mean)
+        terms[f"{name}_mean"] = (values, mean, IDENTITY)
+        terms[f"{name}_mean_abs"] = (np.abs(values), mean, LOG)
+        terms[f"{name}_rms"] = (np.square(values), root_mean, LOG)
     for name in ("discrepancy", "log_ratio"):
         for estimator, estimate in k_terms(parts[name]).items():
-            terms[f"{name}_{estimator}"] = (estimate, mean)
-        terms[f"{name}_mean_weight"] = (np.exp(parts[name]), mean)
-    terms["bias_discrepancy_tv"] = (sampled_total_variation(tokens.split.discrepancy), mean)
-    terms["bias_lag_tv"] = (tokens.total_variation, mean)
-    terms["prefix_kl_stale_trainer"] = (tokens.kl_stale_trainer, mean)
-    terms["prefix_kl_trainer_stale"] = (tokens.kl_trainer_stale, mean)
-    terms["entropy_stale"] = (tokens.entropy_stale, mean)
-    terms["entropy_trainer"] = (tokens.entropy_trainer, mean)
+            terms[f"{name}_{estimator}"] = (estimate, mean, IDENTITY if estimator == "k1" else LOG)
+        terms[f"{name}_mean_weight"] = (np.exp(parts[name]), mean, IDENTITY)
+    terms["bias_discrepancy_tv"] = (sampled_total_variation(tokens.split.discrepancy), mean, LOG)
+    terms["bias_lag_tv"] = (tokens.total_variation, mean, LOG)
+    terms["prefix_kl_stale_trainer"] = (tokens.kl_stale_trainer, mean, LOG)
+    terms["prefix_kl_trainer_stale"] = (tokens.kl_trainer_stale, mean, LOG)
+    terms["entropy_stale"] = (tokens.entropy_stale, mean, LOG)
+    terms["entropy_trainer"] = (tokens.entropy_trainer, mean, LOG)
     out = {}
-    for name, (values, statistic) in terms.items():
+    for name, (values, statistic, scale) in terms.items():
         known, group = drop_nulls(values, tokens.levels.group)
-        out[name] = bootstrap.interval(group_sums([known], group, bootstrap.n_groups), statistic)
+        out[name] = intervals.interval(group_sums([known], group, intervals.n_groups), statistic, scale)
     return out
 
 
-def _ess(tokens: StepTokens, bootstrap: ClusterBootstrap) -> dict[str, Interval]:
-    """ESS of the lag, discrepancy and total ratio at token, sequence and prompt level."""
+def _ess(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, tuple[Interval, float]]:
+    """ESS of the lag, discrepancy and total ratio at token, sequence and prompt level, and its small-sample bias."""
     levels = tokens.levels
     groups = np.arange(levels.n_groups, dtype=np.int64)
     out = {}
@@ -132,8 +146,9 @@ def _ess(tokens: StepTokens, bootstrap: ClusterBootstrap) -> dict[str, Interval]
         for level, values in level_log_weights(log_weights, levels).items():
             known, group = drop_nulls(values, group_of[level])
             weights = np.exp(known - known.max()) if len(known) else known
-            sums = group_sums([weights, np.square(weights)], group, bootstrap.n_groups)
-            out[f"ess_{ratio}_{level}"] = bootstrap.interval(sums, ess_from_sums)
+            sums = group_sums([weights, np.square(weights)], group, intervals.n_groups)
+            interval = intervals.interval(sums, ess_from_sums, LOG_MINUS_LOG)
+            out[f"ess_{ratio}_{level}"] = interval, intervals.bootstrap_bias(sums, ess_from_sums)
     return out
 
 
