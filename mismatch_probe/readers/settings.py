@@ -67,6 +67,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise BadFileError(path, None, str(error), "Mend the value") from None
 
 
+def meaning_is_settled(settings: Settings) -> bool:
+    """True when it is known what logged log-probs are of: temperature is stated as 1, or it and the mode are."""
+    stated = {"temperature", "logprobs_mode"} & set(settings.sources)
+    return len(stated) == 2 or ("temperature" in stated and settings.temperature == 1.0)
+
+
 def checked(key: str, value: Any) -> Any:
     """The value of one key in the form that Settings holds.
 

@@ -117,3 +117,14 @@ _TORCH: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
 }
+
+
+def _pass_over(*_: Any) -> None:
+    """In place of a tensor that is not wanted."""
+
+
+PASSED_OVER: Names = {
+    ("torch._utils", "_rebuild_tensor_v2"): _pass_over,
+    ("torch.storage", "_load_from_bytes"): _pass_over,
+}
+"""For ``load_pickle``: tensors that were pickled raw, outside any archive, come back as None."""
