@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from mismatch_probe.errors import InputError, UsageError
-from mismatch_probe.readers import native, nemo_rl, open_instruct, prime_rl, roll, skyrl
+from mismatch_probe.readers import native, nemo_rl, open_instruct, prime_rl, roll, skyrl, slime
 from mismatch_probe.readers.options import ReadOptions
 from mismatch_probe.run import UNKNOWN_VERSION, Rollouts, Run, Step
 
@@ -34,7 +34,7 @@ class Reader(Protocol):
         """Understand the directory; rollouts are loaded later, step by step."""
 
 
-_READERS: tuple[Reader, ...] = (native, nemo_rl, prime_rl, skyrl, roll, open_instruct)
+_READERS: tuple[Reader, ...] = (native, nemo_rl, prime_rl, skyrl, roll, open_instruct, slime)
 FORMATS = tuple(reader.FORMAT for reader in _READERS)
 
 

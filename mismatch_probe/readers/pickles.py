@@ -154,11 +154,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(
-    data: bytes, file: Path, stubs: Callable[[str], bool], names: Names, persistent: Callable[[Any], Any] | None
+    data: bytes,
+    file: Path,
+    stubs: Callable[[str], bool],
+    names: Names,
+    persistent: Callable[[Any], Any] | None,
+    outside: int = 0,
 ) -> Any:
-    """As ``load_pickle``, with the whole list of names and a function for data that lies outside the pickle."""
+    """As ``load_pickle``, with the whole list of names and a function for the ``outside`` bytes that lie beside it."""
     try:
-        with memory_limit(_ROOM + _GROWTH * len(data)):
+        # Data beside the pickle is read, copied, and widened (bfloat16 to float32): four times its bytes at most.
+        with memory_limit(_ROOM + _GROWTH * len(data) + 4 * outside):
             return _Unpickler(data, stubs, names, persistent).load()
     except MemoryError:
         raise BadFileError(file, None, "its pickle asks for more memory than its size explains", REPAIR) from None

@@ -10,6 +10,7 @@ import io
 import pickle
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ from mismatch_probe.errors import BadFileError
 from mismatch_probe.readers.pickles import HARMLESS, REPAIR, Names, first_line, unpickle
 
 
-def load_torch(source: bytes | Path, file: Path, stubs: Callable[[str], bool], extra: Names | None = None) -> Any:
+def load_torch(
+    source: bytes | Path,
+    file: Path,
+    stubs: Callable[[str], bool],
+    extra: Names | None = None,
+    most_dimensions: int | None = None,
+) -> Any:
     """Read what ``torch.save`` wrote (the zip form, torch 1.6 or later): a path, or an archive inside a pickle.
 
     Args:
@@ -27,6 +34,7 @@ def load_torch(source: bytes | Path, file: Path, stubs: Callable[[str], bool], e
         file: the file to name in errors.
         stubs: which "module.class" may stand as a Stub.
         extra: further allowed names.
+        most_dimensions: tensors with more are not read, and are None: routed experts or images can be gigabytes.
 
     Raises:
         BadFileError: as in ``load_pickle``, or not such an archive, or a tensor that does not fit its storage.
@@ -35,7 +43,9 @@ def load_torch(source: bytes | Path, file: Path, stubs: Callable[[str], bool], e
         with zipfile.ZipFile(io.BytesIO(source) if isinstance(source, bytes) else source) as archive:
             storages = _Storages(archive)
             data = storages.member("data.pkl")
-            return unpickle(data, file, stubs, {**HARMLESS, **_TORCH, **(extra or {})}, storages.get)
+            names = {**HARMLESS, **_TORCH, **(_narrow(most_dimensions) if most_dimensions is not None else {})}
+            names |= extra or {}
+            return unpickle(data, file, stubs, names, storages.get, storages.size)
     except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError) as error:
         raise BadFileError(file, None, f"not a readable torch archive ({first_line(error)})", REPAIR) from None
 
@@ -47,6 +57,8 @@ class _Storages:
         self._archive = archive
         self._names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         self._loaded: dict[str, bytes] = {}
+        # What the directory claims is bounded by the file itself.
+        self.size = min(sum(info.file_size for info in archive.infolist()), _length(archive))
 
     def member(self, name: str) -> bytes:
         """Bytes of one member; torch stores, it never compresses, so no member is larger than the archive."""
@@ -62,13 +74,24 @@ class _Storages:
         kind, storage_type, key, _, _ = pid
         if kind != "storage":
             raise pickle.UnpicklingError(f"it refers to {kind!r}")
+        return _Storage(partial(self._data, key), storage_type)
+
+    def _data(self, key: str) -> bytes:
         if key not in self._loaded:
             self._loaded[key] = self.member(f"data/{key}")
-        return _Storage(self._loaded[key], storage_type)
+        return self._loaded[key]
+
+
+def _length(archive: zipfile.ZipFile) -> int:
+    """Bytes of the archive as it lies on disk or in memory."""
+    stream = archive.fp
+    return stream.seek(0, io.SEEK_END) if stream is not None else 0
 
 
 class _Storage:
-    def __init__(self, data: bytes, dtype: str) -> None:
+    """Numbers of one dtype; their bytes are read when ``data`` is called."""
+
+    def __init__(self, data: Callable[[], bytes], dtype: str) -> None:
         self.data, self.dtype = data, dtype
 
 
@@ -90,7 +113,7 @@ def _tensor(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> 
     """A strided view of a storage, copied; every element must lie inside it."""
     size, stride = tuple(int(n) for n in size), tuple(int(n) for n in stride)
     code = "<u2" if storage.dtype == "bfloat16" else f"<{storage.dtype}" if storage.dtype != "?" else "?"
-    flat = np.frombuffer(storage.data, dtype=code)
+    flat = np.frombuffer(storage.data(), dtype=code)
     if min((*size, *stride, offset, 0)) < 0 or len(size) != len(stride):
         raise ValueError("a tensor with negative sizes")
     elements = int(np.prod(np.array(size, dtype=object))) if size else 1
@@ -104,6 +127,13 @@ def _tensor(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> 
     steps = tuple(step * flat.itemsize for step in stride)
     view = np.lib.stride_tricks.as_strided(flat[offset:], size, steps, writeable=False).copy()
     return (view.astype(np.uint32) << 16).view(np.float32) if storage.dtype == "bfloat16" else view
+
+
+def _narrow(most: int) -> Names:
+    def tensor(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> Any:
+        return _tensor(storage, offset, size, stride) if len(size) <= most else None
+
+    return {("torch._utils", name): tensor for name in ("_rebuild_tensor", "_rebuild_tensor_v2")}
 
 
 def _parameter(data: Any, *_: Any) -> Any:
