@@ -111,7 +111,7 @@ class _Job:
         ).for_device()  # a device that is not there fails before anything is read
         self._scoring = scoring if options.max_tokens is None else replace(scoring, max_tokens=options.max_tokens)
         on_unusable = self._say_unusable if options.skip_bad_rows else None
-        self._scorer = StepScorer(self._scoring, progress.tokens, on_unusable)
+        self._scorer = StepScorer(self._scoring, progress.tokens, on_unusable, run.adapter_base)
         self._judgement = Judgement(
             Rule(options.level, options.threshold, options.ratio),
             options.confidence,
@@ -144,7 +144,7 @@ class _Job:
         version = self._run.trainer_version(step.index)
         checkpoints = StepCheckpoints(self._run, rollouts, version, self._options.skip_bad_rows, self._options.nearest)
         rollouts = self._set_aside(rollouts, checkpoints, step)
-        for notice in (*rollouts.notices, *checkpoints.problems, *checkpoints.approximations):
+        for notice in (*rollouts.notices, *checkpoints.problems, *checkpoints.approximations, *checkpoints.notes):
             self._say(notice)
         self._progress.step(step.index, sum(tokens for _, tokens in checkpoints.forward_passes(rollouts)))
         scores = self._score(rollouts, checkpoints)
@@ -162,7 +162,7 @@ class _Job:
         parts = (data.split.discrepancy, data.split.lag, data.split.log_ratio)
         self.compared |= any(bool((~np.isnan(part)).any()) for part in parts)
         for path in checkpoints.paths:
-            self._digests.setdefault(_relative(path, self._run.path), digest(path))
+            self._digests.setdefault(_relative(path, self._run.path), digest(path, self._run.adapter_base))
 
     def record(self, steps: tuple[Step, ...]) -> dict[str, Any]:
         """What ``run.json`` says: everything needed to know what was compared with what."""

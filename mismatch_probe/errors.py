@@ -16,6 +16,8 @@ from __future__ import annotations
 from enum import IntEnum
 from pathlib import Path
 
+_LONGEST = 700
+
 
 class ExitCode(IntEnum):
     """What the process returns; stable, for scripts and CI."""
@@ -59,7 +61,14 @@ class BadFileError(InputError):
 
 
 class CheckpointError(InputError):
-    """Weights that cannot be loaded as they are on disk."""
+    """Weights that cannot be loaded as they are on disk.
+
+    Names in a damaged file can be anything: the text is kept to one printable line, long ones cut in the middle.
+    """
+
+    def __init__(self, text: str) -> None:
+        line = "".join(letter if letter.isprintable() else "?" for letter in text)
+        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 250]} ... {line[-245:]}")
 
 
 class OutputError(MismatchProbeError):

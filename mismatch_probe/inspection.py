@@ -104,7 +104,7 @@ def inspect_run(run: Run, max_tokens: int = CPU_MAX_TOKENS) -> Inspection:
         passes += [(described[path], tokens) for path, tokens in checkpoints.forward_passes(rollouts)]
         steps.append(_inspect_step(run, step.index, rollouts, trainer_version, checkpoints))
         rejected += rollouts.rejected
-        notices += [*rollouts.notices, *checkpoints.problems]
+        notices += [*rollouts.notices, *checkpoints.problems, *checkpoints.notes]
     estimate = seconds(passes, list(described.values()), max_tokens)
     return Inspection(
         path=run.path,

@@ -53,6 +53,7 @@ class StepCheckpoints:
         self.problems: list[str] = []
         self.approximations: list[str] = []
         self.gaps = Gaps()
+        self._base = run.adapter_base
         self._tolerant = tolerant
         self._described: dict[Path, Description] = {}
         self._unreadable: set[Path] = set()
@@ -71,6 +72,11 @@ class StepCheckpoints:
     def descriptions(self) -> list[Description]:
         """What they hold."""
         return list(self._described.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user must know of how they are read."""
+        return [note for description in self.descriptions for note in description.notes]
 
     def sampler(self, version: int) -> Path | None:
         """Checkpoint of a sampler version that occurs in the step, None when it is absent."""
@@ -159,7 +165,7 @@ class StepCheckpoints:
         if path in self._unreadable:
             return None
         try:
-            self._described[path] = describe(path)
+            self._described[path] = describe(path, self._base)
         except CheckpointError as error:
             if not self._tolerant:
                 raise

@@ -158,7 +158,7 @@ class CheckpointPattern:
         return self.root / self.pattern.format(version=version - self.ahead)
 
     def versions(self) -> list[int]:
-        """Versions whose directory exists, ascending."""
+        """Versions whose directory or file exists, ascending."""
         glob = re.sub(r"\{version[^}]*\}", "*", self.pattern)
         matcher = re.compile(re.sub(r"\\\{version[^}]*\\\}", r"(\\d+)", re.escape(self.pattern)) + "$")
         found = (matcher.search(path.as_posix()) for path in self._matching(glob))
@@ -225,6 +225,7 @@ class Run:
     ``trainer_checkpoints`` finds the trainer's weights by version and ``sampler_checkpoints`` the sampler's; both are
     None when the format has none. Step k updates version k + ``first_version``: frameworks that count steps from 1 have
     -1 there. Version 0 may lie elsewhere, at ``initial``: the model that training began with.
+    ``adapter_base`` is the model over which checkpoints that are adapters were trained.
     """
 
     path: Path
@@ -236,6 +237,7 @@ class Run:
     versions_known: bool = True
     first_version: int = 0
     initial: Path | None = None
+    adapter_base: Path | None = None
     notices: tuple[str, ...] = ()
 
     def trainer_version(self, step: int) -> int:
@@ -243,7 +245,7 @@ class Run:
         return step + self.first_version if self.versions_known else UNKNOWN_VERSION
 
     def trainer_checkpoint(self, version: int) -> Path | None:
-        """Directory of the trainer's weights, None when the run holds none."""
+        """Directory (or GGUF file) of the trainer's weights, None when the run holds none."""
         return self._existing(self.trainer_checkpoints, version)
 
     def sampler_checkpoint(self, version: int) -> Path | None:

@@ -12,6 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from mismatch_probe.entry import main
+from tests.checkpoints import write_sharded
 from tests.planted import Planted, plant
 
 torch.set_num_threads(1)
@@ -27,6 +28,14 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     made = plant(tmp_path_factory.mktemp("planted") / "run", steps=4)
     assert main(["decompose", str(made.path), "-q"]) == 0
     return made
+
+
+@pytest.fixture(scope="session")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints as torch's own sharding writes them on four ranks: see tests/write_sharded.py."""
+    folder = tmp_path_factory.mktemp("sharded")
+    write_sharded(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

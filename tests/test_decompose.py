@@ -498,9 +498,9 @@ def test_a_checkpoint_is_loaded_once_a_step_however_the_tokens_are_cut(run: Plan
     loads: list[str] = []
     create = Network.__init__
 
-    def counted(self, path, options) -> None:
+    def counted(self, path, *options) -> None:
         loads.append(path.name)
-        create(self, path, options)
+        create(self, path, *options)
 
     for row in run.rows[3]:
         row["sampler_version"] = [i % 3 for i in range(len(row["response_ids"]))]

@@ -275,15 +275,19 @@ def test_run_toml_lists_and_patterns(tmp_path: Path) -> None:
     assert run.trainer_checkpoints.versions() == [12]
     for pattern in ("weights/latest", "v{version:zz}", "v{version!r}", "v{step}", "v{version}{version}"):
         write_toml(tmp_path, checkpoints=pattern)
-        with pytest.raises(BadFileError, match=r"must hold \{version\} once"):
+        with pytest.raises(BadFileError, match=r"is not a path that holds \{version\} once"):
             open_run(tmp_path)
 
 
-def test_adapters_are_refused_in_words(tmp_path: Path) -> None:
+def test_the_base_of_adapters_is_found_below_the_run_or_anywhere(tmp_path: Path) -> None:
     write(tmp_path, [row()])
     write_toml(tmp_path, adapter_base="base")
-    with pytest.raises(InputError, match="Merge each adapter"):
+    with pytest.raises(InputError, match=r"adapter_base: no .*base"):
         open_run(tmp_path)
+    (tmp_path / "base").mkdir()
+    assert open_run(tmp_path).adapter_base == tmp_path / "base"
+    write_toml(tmp_path, adapter_base=str(tmp_path.parent))
+    assert open_run(tmp_path).adapter_base == tmp_path.parent
 
 
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
@@ -294,8 +298,8 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     write_toml(tmp_path)
     with pytest.raises(InputError, match="holds no step_"):
         open_run(tmp_path)
-    with pytest.raises(UsageError, match="--run-format verl: unknown"):
-        open_run(tmp_path, format="verl")
+    with pytest.raises(UsageError, match="--run-format verls: unknown"):
+        open_run(tmp_path, format="verls")
 
 
 def test_strangers_in_the_folder_are_said(tmp_path: Path) -> None:

@@ -1,11 +1,17 @@
-"""Hugging Face directories (config.json and safetensors) through transformers."""
+"""A checkpoint of any layout -> a transformers model in eval mode."""
 
 from __future__ import annotations
 
 import os
+from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mismatch_probe.checkpoints import directory, gguf
+from mismatch_probe.checkpoints.layouts import Layout, find
+from mismatch_probe.checkpoints.names import input_embedding
+from mismatch_probe.checkpoints.tensors import config_dir, open_tensors
 from mismatch_probe.errors import CheckpointError
 
 # Weights come from the run directory only; a typing error must not become a download.
@@ -13,38 +19,90 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 
-def load_model(path: Path, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+def load_model(
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    base: Path | None = None,
+) -> Any:
     """Load a causal LM in eval mode.
 
     Every weight that the architecture names must come from the files: transformers would fill what is missing with
     random numbers and only log it.
 
+    Args:
+        path: a checkpoint of any layout.
+        device: where the model goes.
+        dtype: of its weights.
+        trust_remote_code: run code that lies beside ``config.json``.
+        base: for an adapter the model that it was trained over; for shards without ``config.json``, where to find it.
+
     Raises:
-        CheckpointError: the directory cannot be read, or tensors are missing, unexpected or of another shape.
+        CheckpointError: the checkpoint cannot be read, or tensors are missing, unexpected or of another shape.
     """
+    layout, root = find(path)
+    if layout is Layout.GGUF:
+        return load_gguf(gguf.gguf_file(root), dtype).to(device).eval().requires_grad_(False)
+    if layout is Layout.HUGGING_FACE:
+        directory.read_tensors(root, None)  # headers and pickles are checked before transformers opens the files
+        model = _load(path, dtype, AutoModelForCausalLM, root, trust_remote_code=trust_remote_code)
+    else:
+        model = _from_tensors(path, dtype, trust_remote_code, base)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_gguf(file: Path, dtype: torch.dtype) -> Any:
+    """Load a GGUF file on the CPU; quantised tensors are dequantised.
+
+    Raises:
+        CheckpointError: a package is missing, the file is torn or its architecture is unknown to transformers.
+    """
+    gguf.read_header(file)
+    for package in ("gguf", "accelerate"):
+        if find_spec(package) is None:
+            raise CheckpointError(f"{file}: GGUF files need the package {package}: pip install 'mismatch-probe[gguf]'")
+    return _load(file, dtype, AutoModelForCausalLM, file.parent, gguf_file=file.name)
+
+
+def _from_tensors(path: Path, dtype: torch.dtype, trust_remote_code: bool, base: Path | None) -> Any:
+    """A model from its config and its tensors: transformers takes them as it takes a file's."""
+    tensors = dict(open_tensors(path, base))
+    folder = config_dir(path, base)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model_class = type(AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=trust_remote_code))
+    # Each architecture's config raises its own kind.
+    except Exception as error:
+        raise _unloadable(folder, error) from None
+    text = config.get_text_config()
+    embedding, head = input_embedding(tensors), tensors.get("lm_head.weight")
+    if getattr(text, "tie_word_embeddings", False) and embedding is not None and head is not None:
+        tied = torch.equal(tensors[embedding], head)
+        config.tie_word_embeddings = text.tie_word_embeddings = tied  # what was trained apart stays apart
+    return _load(path, dtype, model_class, None, config=config, state_dict=tensors)
+
+
+def _load(path: Path, dtype: torch.dtype, model_class: Any, source: Path | None, **arguments: Any) -> Any:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            path,
+        model, loading = model_class.from_pretrained(
+            source,
             dtype=dtype,
             local_files_only=True,
-            trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
+            **arguments,
         )
     # Each file format and architecture raises its own kind here; all of them mean "not loadable as it is".
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        hint = (
-            "Pass --trust-remote-code if you trust its code"
-            if "trust_remote_code" in str(error)
-            else ("Copy the checkpoint anew from the run")
-        )
-        raise CheckpointError(f"{path}: cannot be loaded ({reason}). {hint}") from None
+        raise _unloadable(path, error) from None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         keys = sorted(str(key) for key in loading.get(kind) or ())
         if keys:
@@ -52,4 +110,13 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype, trust_remot
             raise CheckpointError(
                 f"{path}: {kind.replace('_', ' ')}: {named}. The weights do not fit config.json; export them again"
             )
-    return model.to(device).eval().requires_grad_(False)
+    return model
+
+
+def _unloadable(path: Path, error: Exception) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    trust = "trust_remote_code" in str(error)
+    hint = "Pass --trust-remote-code if you trust its code" if trust else "Copy the checkpoint anew from the run"
+    return CheckpointError(f"{path}: cannot be loaded ({reason}). {hint}")

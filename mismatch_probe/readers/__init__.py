@@ -62,7 +62,24 @@ def open_run(path: Path, options: ReadOptions | None = None, format: str | None 
     if len(chosen) > 1:
         names = " and ".join(reader.FORMAT for reader in chosen)
         raise UsageError(f"{path}: matches {names}. Choose one with --run-format")
-    return _with_versions(chosen[0].read(path, options))
+    run = chosen[0].read(path, options)
+    return _with_versions(replace(run, adapter_base=_adapter_base(run)))
+
+
+def _adapter_base(run: Run) -> Path | None:
+    """The directory that ``adapter_base`` names, else ``model``'s where that is one: relative to the run, or absolute.
+
+    Raises:
+        InputError: there is no such directory.
+    """
+    base = run.settings.adapter_base
+    if base is not None:
+        if not (run.path / base).exists():
+            where = run.settings.sources["adapter_base"]
+            raise InputError(f"{where}: adapter_base: no {run.path / base}. Name the base model's directory")
+        return run.path / base
+    model = run.path / run.settings.model
+    return model if run.settings.model and (model / "config.json").is_file() else run.adapter_base
 
 
 def _with_versions(run: Run) -> Run:

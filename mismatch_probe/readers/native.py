@@ -7,7 +7,7 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
-from mismatch_probe.errors import BadFileError, InputError
+from mismatch_probe.errors import InputError
 from mismatch_probe.readers.files import jsonl_rows, parquet_rows
 from mismatch_probe.readers.options import ReadOptions
 from mismatch_probe.readers.rows import RowBuilder
@@ -30,12 +30,9 @@ def read(path: Path, options: ReadOptions) -> Run:
 
     Raises:
         BadFileError: ``run.toml`` is wrong.
-        InputError: there are no step files, or the run declares a PEFT adapter.
+        InputError: there are no step files.
     """
-    toml = path / "run.toml"
     settings = settle(path, options)
-    if settings.adapter_base is not None:
-        raise InputError(f"{toml}: adapter_base: adapters are not read yet. Merge each adapter into its base first")
     files = _step_files(path)
     if not files:
         raise InputError(f"{path}: rollouts/ holds no step_*.parquet or step_*.jsonl. Write one file a step there")
@@ -45,8 +42,8 @@ def read(path: Path, options: ReadOptions) -> Run:
     )
     strangers = sorted(entry.name for entry in (path / "rollouts").iterdir() if not _STEP_FILE.fullmatch(entry.name))
     notices = (f"rollouts/: not step files, left unread: {', '.join(strangers)}",) if strangers else ()
-    trainer = _pattern(path, toml, settings.checkpoints or "checkpoints/step_{version:06d}")
-    sampler = _pattern(path, toml, settings.sampler_checkpoints) if settings.sampler_checkpoints else None
+    trainer = CheckpointPattern(path, settings.checkpoints or "checkpoints/step_{version:06d}")
+    sampler = CheckpointPattern(path, settings.sampler_checkpoints) if settings.sampler_checkpoints else None
     return Run(path, FORMAT, settings, steps, trainer, sampler, notices=notices)
 
 
@@ -58,13 +55,6 @@ def _step_files(path: Path) -> dict[int, list[Path]]:
         if match:
             files[int(match.group(1))].append(entry)
     return files
-
-
-def _pattern(path: Path, toml: Path, pattern: str) -> CheckpointPattern:
-    try:
-        return CheckpointPattern(path, pattern)
-    except ValueError as error:
-        raise BadFileError(toml, None, str(error), "Mend the pattern") from None
 
 
 def _load(step: int, files: tuple[Path, ...], root: Path, vocab_size: int | None, options: ReadOptions) -> Rollouts:

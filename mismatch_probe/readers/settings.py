@@ -12,7 +12,7 @@ from typing import Any
 
 from mismatch_probe.errors import BadFileError, UsageError
 from mismatch_probe.readers.options import ReadOptions
-from mismatch_probe.run import Settings
+from mismatch_probe.run import CheckpointPattern, Settings
 
 KEYS = tuple(f.name for f in fields(Settings) if f.name != "sources")
 
@@ -122,6 +122,15 @@ def _token_ids(value: Any) -> bool:
     return _integer(value) or (isinstance(value, list) and all(_integer(item) for item in value))
 
 
+def _pattern(value: Any) -> bool:
+    try:
+        CheckpointPattern(Path(), value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+_PATTERN = "a path that holds {version} once, as in 'checkpoints/step_{version:06d}'"
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (lambda v: _number(v) and v > 0, "a number above 0"),
     "top_p": (lambda v: _number(v) and 0 < v <= 1, "a number in (0, 1]"),
@@ -132,6 +141,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eos_token_id": (_token_ids, "an integer or a list of integers"),
     "pad_token_id": (_integer, "an integer"),
     "max_response_length": (lambda v: _integer(v) and v > 0, "an integer above 0"),
+    "checkpoints": (_pattern, _PATTERN),
+    "sampler_checkpoints": (_pattern, _PATTERN),
     "sampler_lag": (lambda v: _integer(v) and v >= 0, "an integer, 0 or more"),
     "group_size": (lambda v: _integer(v) and v > 0, "an integer above 0"),
 }

@@ -69,12 +69,12 @@ class Network:
     """The trainer network at one set of weights.
 
     The head's product comes out in float32 whatever the weights' dtype (float64 for float64): a bfloat16 logit is
-    good to 1/16 nat at best, which no later care can mend.
+    good to 1/16 nat at best, which no later care can mend. ``base`` is the model below an adapter.
     """
 
-    def __init__(self, path: Path, options: ScoringOptions) -> None:
+    def __init__(self, path: Path, options: ScoringOptions, base: Path | None = None) -> None:
         self.path = path
-        self._model = load_model(path, options.torch_device(), DTYPES[options.dtype], options.trust_remote_code)
+        self._model = load_model(path, options.torch_device(), DTYPES[options.dtype], options.trust_remote_code, base)
         self._body = self._model.base_model
         head = self._model.get_output_embeddings()
         if head is None or self._body is self._model:
@@ -150,8 +150,8 @@ class Network:
 class NetworkCache:
     """The most recently used networks, by directory; ``capacity`` of them stay in memory."""
 
-    def __init__(self, options: ScoringOptions, capacity: int = 2) -> None:
-        self._options, self._capacity = options, capacity
+    def __init__(self, options: ScoringOptions, capacity: int = 2, base: Path | None = None) -> None:
+        self._options, self._capacity, self._base = options, capacity, base
         self._networks: OrderedDict[Path, Network] = OrderedDict()
 
     def touch(self, paths: list[Path]) -> None:
@@ -169,7 +169,7 @@ class NetworkCache:
         if path not in self._networks:
             while len(self._networks) >= self._capacity:
                 self._networks.popitem(last=False)
-            self._networks[path] = Network(path, self._options)
+            self._networks[path] = Network(path, self._options, self._base)
         self._networks.move_to_end(path)
         return self._networks[path]
 

@@ -69,6 +69,7 @@ class StepScorer:
         on_tokens: called with the number of tokens after each forward pass.
         on_unusable: called with the error of a checkpoint that cannot be loaded, which then counts as absent; None
             raises it.
+        base: the model below checkpoints that are adapters.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class StepScorer:
         options: ScoringOptions,
         on_tokens: Callable[[int], None] = lambda _: None,
         on_unusable: Callable[[CheckpointError], None] | None = None,
+        base: Path | None = None,
     ) -> None:
         self._options, self._on_tokens, self._on_unusable = options, on_tokens, on_unusable
-        self._networks = NetworkCache(options)
+        self._networks = NetworkCache(options, base=base)
         self._unusable: set[Path] = set()
 
     def score(
