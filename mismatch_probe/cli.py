@@ -67,8 +67,16 @@ def inspect(
     format: Annotated[DataFormat, typer.Option("--format", help="How to print.")] = DataFormat.text,
     skip_bad_rows: SkipBadRowsOption = False,
     strict: StrictOption = False,
+    weights: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="Compare two checkpoints instead: versions (7, sampler:7) or paths."),
+    ] = None,
 ) -> int:
     """Say what a run holds, what can be computed, what is missing, and what it will cost."""
+    if weights is not None:
+        from mismatch_probe.cli_inspect import run_inspect_weights
+
+        return run_inspect_weights(run_dir, run_format, weights, format)
     from mismatch_probe.inspection import inspect_run
     from mismatch_probe.readers import ReadOptions, open_run
     from mismatch_probe.reporters import inspection as reporter

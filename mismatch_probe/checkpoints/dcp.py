@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,13 @@ _NAMES: dict[str, Any] = {
         )
     },
     "torch.distributed.checkpoint.filesystem _StorageInfo": stub("_StorageInfo"),
+    # Megatron-Core keeps the plans of the save in it, and called both by names of its own for a while.
+    **{
+        f"torch.distributed.checkpoint.planner {name}": stub(name)
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    },
     "megatron.core.dist_checkpointing.strategies.torch MCoreMetadata": stub("Metadata"),
+    "megatron.core.dist_checkpointing.strategies.torch MCoreSavePlan": stub("SavePlan"),
 }
 _ANEW = "Copy the checkpoint anew from the run"
 
@@ -63,8 +69,8 @@ def matches(path: Path) -> bool:
     return (path / ".metadata").is_file() or any(path.glob("*.distcp"))
 
 
-def read_dcp(path: Path) -> LazyTensors:
-    """Every tensor of the checkpoint (optimizer state too) under the names that the trainer gave them.
+def read_dcp(path: Path, wanted: Callable[[str], bool] = lambda _: True) -> LazyTensors:
+    """Every wanted tensor of the checkpoint (optimizer state too) under the names that the trainer gave them.
 
     Only ``.metadata`` is read; its pickle is not run. Objects other than tensors are left out.
 
@@ -85,7 +91,7 @@ def read_dcp(path: Path) -> LazyTensors:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror}). {_ANEW}") from None
     metadata = read_pickle(data, file, _NAMES)
     try:
-        return LazyTensors(_sources(path, metadata))
+        return LazyTensors(_sources(path, metadata, wanted))
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"{file}: makes no sense ({error!r}). {_ANEW}") from None
 
@@ -96,7 +102,7 @@ def read_tensors(path: Path, base: Path | None) -> Mapping[str, torch.Tensor]:
     return LazyTensors({name: found[raw] for raw, name in model_names(found, path).items()})
 
 
-def _sources(path: Path, metadata: Stub) -> dict[str, Source]:
+def _sources(path: Path, metadata: Stub, wanted: Callable[[str], bool]) -> dict[str, Source]:
     places: dict[tuple[str, tuple[int, ...] | None], Stub] = {}
     for index, info in metadata.get("storage_data").items():
         offset = index.get("offset")
@@ -104,7 +110,7 @@ def _sources(path: Path, metadata: Stub) -> dict[str, Source]:
     sizes = {file.name: file.stat().st_size for file in path.glob("*.distcp")}
     sources: dict[str, Source] = {}
     for name, entry in metadata.get("state_dict_metadata").items():
-        if entry.name == "TensorStorageMetadata":
+        if entry.name == "TensorStorageMetadata" and wanted(str(name)):
             sources[str(name)] = _chunked(path, str(name), entry, places, sizes)
     return sources
 

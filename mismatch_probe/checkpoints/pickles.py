@@ -56,6 +56,14 @@ def stub(name: str) -> type[Stub]:
     return type(name, (Stub,), {"name": name})
 
 
+class InertNames(dict[str, Any]):
+    """Allowed names, and for every other name an inert stub: for files that hold more than is needed of them."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """What stands for a name."""
+        return super().get(key, default) or stub(key)
+
+
 def _identity(*args: Any) -> Any:
     return args[0] if args else None
 

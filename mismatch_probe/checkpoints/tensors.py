@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mismatch_probe.checkpoints import dcp, directory, fsdp, gguf, peft, sharded
+from mismatch_probe.checkpoints import dcp, directory, fsdp, gguf, megatron, peft, sharded
 from mismatch_probe.checkpoints.layouts import Layout, find
+from mismatch_probe.checkpoints.megatron_shape import config_folders
 from mismatch_probe.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
 _READERS: dict[Layout, Callable[[Path, Path | None], Mapping[str, torch.Tensor]]] = {
+    Layout.MEGATRON: megatron.read_tensors,
     Layout.DCP: dcp.read_tensors,
     Layout.FSDP: fsdp.read_tensors,
     Layout.SHARDED: sharded.read_tensors,
@@ -53,7 +55,8 @@ def config_dir(path: Path, base: Path | None = None) -> Path:
     layout, root = find(path)
     if layout is Layout.PEFT:
         return config_dir(peft.base_of(root, base), None)
-    for folder in (place / inner for place in (root, path) for inner in _CONFIGS):
+    inner = (place / inner for place in (root, path) for inner in _CONFIGS)
+    for folder in (*(config_folders(root) if layout is Layout.MEGATRON else ()), *inner):
         if (folder / "config.json").is_file():
             return folder
     if base is not None:

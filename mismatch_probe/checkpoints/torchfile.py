@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mismatch_probe.checkpoints.pickles import MAX_PICKLE_BYTES, TORCH_NAMES, Stub, read_pickle, stub
+from mismatch_probe.checkpoints.pickles import MAX_PICKLE_BYTES, TORCH_NAMES, InertNames, Stub, read_pickle, stub
 from mismatch_probe.checkpoints.sources import ITEM_BYTES, Source, Stored
 from mismatch_probe.errors import CheckpointError
 
@@ -80,13 +80,14 @@ class _View(io.RawIOBase):
         return data
 
 
-def read_torch_file(file: Path, start: int = 0, length: int | None = None) -> Any:
+def read_torch_file(file: Path, start: int = 0, length: int | None = None, others_inert: bool = False) -> Any:
     """The object that was saved, with ``Stored`` for each tensor and ``Sharded`` for each DTensor.
 
     Args:
         file: the file.
         start: byte at which the saved object begins.
         length: its bytes, None = up to the end of the file.
+        others_inert: read objects of any other class as inert stubs instead of refusing the file.
 
     Raises:
         CheckpointError: not a file of torch.save (1.6 or later), torn, or it names anything but tensors.
@@ -111,7 +112,7 @@ def read_torch_file(file: Path, start: int = 0, length: int | None = None) -> An
             f"{file}: not a file of torch.save 1.6 or later, or torn ({error}). Copy the checkpoint anew from the run"
         ) from None
     reader = _Objects(file, {name.removeprefix(f"{root}data/"): place for name, place in entries.items()})
-    return read_pickle(data, file, reader.names, reader.storage)
+    return read_pickle(data, file, InertNames(reader.names) if others_inert else reader.names, reader.storage)
 
 
 def _entries(
