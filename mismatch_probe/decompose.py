@@ -184,7 +184,10 @@ class _Job:
             "scoring": asdict(self._scoring) | {"device": str(self._scoring.torch_device())},
             "steps": [step.index for step in steps],
             "steps_left_out": [s.index for s in run.steps if s.index not in {step.index for step in steps}],
-            "files": {_relative(file, run.path): _file_digest(file) for step in steps for file in step.files},
+            "files": {
+                _relative(file, run.path): _file_digest(file)
+                for file in dict.fromkeys(file for step in steps for file in step.files)
+            },
             "checkpoints": self._digests,
             "rejected_rows": len(self.rejected),
             "notices": [*run.notices, *self._notices],

@@ -14,7 +14,19 @@ from typing import Protocol
 import numpy as np
 
 from mismatch_probe.errors import InputError, UsageError
-from mismatch_probe.readers import native, nemo_rl, open_instruct, prime_rl, roll, skyrl, slime
+from mismatch_probe.readers import (
+    native,
+    nemo_rl,
+    open_instruct,
+    pipeline_rl,
+    prime_rl,
+    roll,
+    skyrl,
+    slime,
+    text_only,
+    tinker,
+    trl,
+)
 from mismatch_probe.readers.options import ReadOptions
 from mismatch_probe.run import UNKNOWN_VERSION, Rollouts, Run, Step
 
@@ -34,7 +46,11 @@ class Reader(Protocol):
         """Understand the directory; rollouts are loaded later, step by step."""
 
 
-_READERS: tuple[Reader, ...] = (native, nemo_rl, prime_rl, skyrl, roll, open_instruct, slime)
+_TEXT_ONLY = (text_only.SWIFT, text_only.AREAL, text_only.RLLM)
+_READERS: tuple[Reader, ...] = (
+    *(native, nemo_rl, slime, prime_rl, skyrl, pipeline_rl, open_instruct, roll, tinker, trl),
+    *_TEXT_ONLY,
+)
 FORMATS = tuple(reader.FORMAT for reader in _READERS)
 
 

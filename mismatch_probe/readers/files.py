@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,15 @@ def jsonl_values(path: Path, on_torn: Torn, on_bad: Torn | None) -> Iterator[tup
             yield number, row
 
 
-def parquet_rows(path: Path, on_bad: Torn | None) -> Iterator[tuple[int, Row]]:
+def parquet_rows(path: Path, on_bad: Torn | None, unread: Container[str] = ()) -> Iterator[tuple[int, Row]]:
     """Yield (1-based row, values) for each row; list columns come as numpy arrays, nulls inside them as NaN.
 
-    A file that is not Parquet goes to ``on_bad(0, reason)``, or raises BadFileError where that is None.
+    A file that is not Parquet goes to ``on_bad(0, reason)``, or raises BadFileError where that is None. Columns in
+    ``unread`` are left out.
     """
     try:
-        table = pq.read_table(path)
+        names = [name for name in pq.read_schema(path).names if name not in unread] if unread else None
+        table = pq.read_table(path, columns=names)
         columns = {name: _cells(table[name]) for name in table.column_names}
     except (pa.ArrowException, OSError) as error:
         reason = f"not a readable Parquet file ({str(error).splitlines()[0]})"

@@ -48,6 +48,11 @@ def settle(path: Path, options: ReadOptions, found: Found | None = None) -> Sett
     return Settings(**values, sources=sources)
 
 
+def declared_checkpoints(path: Path, settings: Settings) -> CheckpointPattern | None:
+    """Where ``checkpoints`` says the weights are, None where nobody declared it."""
+    return CheckpointPattern(path, settings.checkpoints) if settings.checkpoints else None
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Read ``run.toml``.
 
