@@ -74,6 +74,14 @@ class RowBuilder:
         name = self._name(file)
         self._rows.append({**fitted, **self._without_odd_values(fitted, name, number), "origin": (name, number)})
 
+    def misfit(self, row: Mapping[str, Any]) -> str | None:
+        """Why a row would be set aside, None when it fits; nothing is kept."""
+        try:
+            self._fit(row)
+        except _Misfit as misfit:
+            return str(misfit)
+        return None
+
     def reject(self, file: Path, number: int, sequence_id: str | None, reason: str) -> None:
         """Set a row aside (row 0: the whole file)."""
         if self._options.strict:
