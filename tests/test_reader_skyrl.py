@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mismatch_probe.entry import main
-from mismatch_probe.errors import BadFileError
+from mismatch_probe.errors import BadFileError, UsageError
 from mismatch_probe.readers import _READERS, ReadOptions, open_run
 from mismatch_probe.run import Rollouts
 from tests.reader_cases import EOS, Case, assert_same, cases
@@ -198,7 +198,7 @@ def test_checkpoints_are_found_beside_the_dump(tmp_path: Path) -> None:
         run = open_run(given)
         assert run.trainer_checkpoint(3) == tmp_path / "global_step_3" / "policy"
         assert any("versions 3 to 10" in text for text in run.notices)
-    with pytest.raises(BadFileError, match="version"):
+    with pytest.raises(UsageError, match="version"):
         open_run(tmp_path, ReadOptions(overrides=("checkpoints='nowhere'",)))
 
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mismatch_probe.errors import BadFileError
+from mismatch_probe.errors import BadFileError, UsageError
 from mismatch_probe.readers import ReadOptions, open_run
 from mismatch_probe.readers.slime_versions import Numbering
 from mismatch_probe.run import UNKNOWN_VERSION, Run
@@ -269,5 +269,5 @@ def test_a_declared_pattern_wins_and_counts_the_same_way(tmp_path: Path) -> None
     run = open_run(tmp_path, ReadOptions(overrides=("checkpoints=mine/iter_{version:07d}", "model=base")))
     assert run.trainer_checkpoints is not None and run.trainer_checkpoints.versions() == [9]
     assert run.trainer_checkpoint(0) == tmp_path / "base"
-    with pytest.raises(BadFileError, match="must hold"):
+    with pytest.raises(UsageError, match="that holds"):
         open_run(tmp_path, ReadOptions(overrides=("checkpoints=mine",)))

@@ -26,6 +26,7 @@ from mismatch_probe.readers import (
     text_only,
     tinker,
     trl,
+    verl,
 )
 from mismatch_probe.readers.options import ReadOptions
 from mismatch_probe.run import UNKNOWN_VERSION, Rollouts, Run, Step
@@ -48,7 +49,7 @@ class Reader(Protocol):
 
 _TEXT_ONLY = (text_only.SWIFT, text_only.AREAL, text_only.RLLM)
 _READERS: tuple[Reader, ...] = (
-    *(native, nemo_rl, slime, prime_rl, skyrl, pipeline_rl, open_instruct, roll, tinker, trl),
+    *(native, nemo_rl, slime, prime_rl, verl, skyrl, pipeline_rl, open_instruct, roll, tinker, trl),
     *_TEXT_ONLY,
 )
 FORMATS = tuple(reader.FORMAT for reader in _READERS)
@@ -99,7 +100,10 @@ def _adapter_base(run: Run) -> Path | None:
 
 
 def _with_versions(run: Run) -> Run:
-    """Tokens whose sampler version the dump does not name get it from ``sampler_lag``, where that is declared."""
+    """Steps whose sampler versions the dump does not name get them from ``sampler_lag``, where that is declared.
+
+    A step that names some is left as it is: what is null there was sampled across an update, or is otherwise unclear.
+    """
     lag = run.settings.sampler_lag
     if lag is None:
         return run
@@ -108,7 +112,7 @@ def _with_versions(run: Run) -> Run:
     def load(step: Step) -> Rollouts:
         rollouts, version = step.load(), known.trainer_version(step.index) - lag
         unknown = rollouts.sampler_version == UNKNOWN_VERSION
-        if version < 0 or not unknown.any():
+        if version < 0 or not len(unknown) or not unknown.all():
             return rollouts
         said = f"step {step.index}: the dump names no sampler version; {version} by sampler_lag = {lag} ({source})"
         versions = np.where(unknown, version, rollouts.sampler_version)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from mismatch_probe.errors import BadFileError
 from mismatch_probe.run import CheckpointPattern, Settings
 
 
@@ -18,15 +17,9 @@ def find_checkpoints(
         path: run directory, which a declared pattern starts from.
         usual: (directory, pattern) pairs to try in turn; the first that has checkpoints wins.
         ahead: how many updates more than its number a checkpoint holds.
-
-    Raises:
-        BadFileError: the declared pattern is not one.
     """
     if settings.checkpoints is not None:
-        try:
-            return CheckpointPattern(path, settings.checkpoints, ahead), ()
-        except ValueError as error:
-            raise BadFileError(settings.sources["checkpoints"], None, str(error), "Mend the pattern") from None
+        return CheckpointPattern(path, settings.checkpoints, ahead), ()
     for root, text in usual:
         pattern = CheckpointPattern(root, text, ahead)
         versions = pattern.versions()

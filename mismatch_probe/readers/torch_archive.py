@@ -10,7 +10,7 @@ import io
 import pickle
 import zipfile
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ def load_torch(
     stubs: Callable[[str], bool],
     extra: Names | None = None,
     most_dimensions: int | None = None,
+    finish: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Read what ``torch.save`` wrote (the zip form, torch 1.6 or later): a path, or an archive inside a pickle.
 
@@ -35,6 +36,8 @@ def load_torch(
         stubs: which "module.class" may stand as a Stub.
         extra: further allowed names.
         most_dimensions: tensors with more are not read, and are None: routed experts or images can be gigabytes.
+        finish: makes the result out of what was unpickled while the archive is still open: storages are read when
+            their ``data`` is first asked for, so one that nothing asks for costs nothing.
 
     Raises:
         BadFileError: as in ``load_pickle``, or not such an archive, or a tensor that does not fit its storage.
@@ -45,8 +48,9 @@ def load_torch(
             data = storages.member("data.pkl")
             names = {**HARMLESS, **_TORCH, **(_narrow(most_dimensions) if most_dimensions is not None else {})}
             names |= extra or {}
-            return unpickle(data, file, stubs, names, storages.get, storages.size)
-    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError) as error:
+            value = unpickle(data, file, stubs, names, storages.get, storages.size)
+            return value if finish is None else finish(value)
+    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError, UnicodeDecodeError) as error:
         raise BadFileError(file, None, f"not a readable torch archive ({first_line(error)})", REPAIR) from None
 
 
@@ -56,7 +60,7 @@ class _Storages:
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive = archive
         self._names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        self._loaded: dict[str, bytes] = {}
+        self._made: dict[tuple[str, str], _Storage] = {}
         # What the directory claims is bounded by the file itself.
         self.size = min(sum(info.file_size for info in archive.infolist()), _length(archive))
 
@@ -74,12 +78,9 @@ class _Storages:
         kind, storage_type, key, _, _ = pid
         if kind != "storage":
             raise pickle.UnpicklingError(f"it refers to {kind!r}")
-        return _Storage(partial(self._data, key), storage_type)
-
-    def _data(self, key: str) -> bytes:
-        if key not in self._loaded:
-            self._loaded[key] = self.member(f"data/{key}")
-        return self._loaded[key]
+        if (key, storage_type) not in self._made:
+            self._made[key, storage_type] = _Storage(partial(self.member, f"data/{key}"), storage_type)
+        return self._made[key, storage_type]
 
 
 def _length(archive: zipfile.ZipFile) -> int:
@@ -89,10 +90,15 @@ def _length(archive: zipfile.ZipFile) -> int:
 
 
 class _Storage:
-    """Numbers of one dtype; their bytes are read when ``data`` is called."""
+    """Numbers of one dtype."""
 
-    def __init__(self, data: Callable[[], bytes], dtype: str) -> None:
-        self.data, self.dtype = data, dtype
+    def __init__(self, read: Callable[[], bytes], dtype: str) -> None:
+        self._read, self.dtype = read, dtype
+
+    @cached_property
+    def data(self) -> bytes:
+        """The bytes, read when they are first needed."""
+        return self._read()
 
 
 _STORAGES = {
@@ -109,11 +115,11 @@ _STORAGES = {
 }
 
 
-def _tensor(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> Any:
-    """A strided view of a storage, copied; every element must lie inside it."""
+def tensor(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> Any:
+    """A tensor as an array, read-only where its elements lie in one piece; every element must be in the storage."""
     size, stride = tuple(int(n) for n in size), tuple(int(n) for n in stride)
     code = "<u2" if storage.dtype == "bfloat16" else f"<{storage.dtype}" if storage.dtype != "?" else "?"
-    flat = np.frombuffer(storage.data(), dtype=code)
+    flat = np.frombuffer(storage.data, dtype=code)
     if min((*size, *stride, offset, 0)) < 0 or len(size) != len(stride):
         raise ValueError("a tensor with negative sizes")
     elements = int(np.prod(np.array(size, dtype=object))) if size else 1
@@ -124,16 +130,19 @@ def _tensor(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> 
         raise ValueError("an expanded tensor far larger than its storage")
     if not elements:
         return np.zeros(size, dtype="f4" if storage.dtype == "bfloat16" else flat.dtype)
-    steps = tuple(step * flat.itemsize for step in stride)
-    view = np.lib.stride_tricks.as_strided(flat[offset:], size, steps, writeable=False).copy()
+    if stride == tuple(int(np.prod(size[at + 1 :], dtype=object)) for at in range(len(size))):
+        view = flat[offset : offset + elements].reshape(size)
+    else:
+        steps = tuple(step * flat.itemsize for step in stride)
+        view = np.lib.stride_tricks.as_strided(flat[offset:], size, steps, writeable=False).copy()
     return (view.astype(np.uint32) << 16).view(np.float32) if storage.dtype == "bfloat16" else view
 
 
 def _narrow(most: int) -> Names:
-    def tensor(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> Any:
-        return _tensor(storage, offset, size, stride) if len(size) <= most else None
+    def narrow(storage: _Storage, offset: int, size: Any, stride: Any, *_: Any) -> Any:
+        return tensor(storage, offset, size, stride) if len(size) <= most else None
 
-    return {("torch._utils", name): tensor for name in ("_rebuild_tensor", "_rebuild_tensor_v2")}
+    return {("torch._utils", name): narrow for name in ("_rebuild_tensor", "_rebuild_tensor_v2")}
 
 
 def _parameter(data: Any, *_: Any) -> Any:
@@ -141,8 +150,8 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 _TORCH: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor"): tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch", "Size"): tuple,
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
