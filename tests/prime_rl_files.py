@@ -11,7 +11,7 @@ import msgpack
 
 from tests.reader_cases import Case, cases
 
-DATA = Path(__file__).parent / "data" / "prime_rl"
+DATA = Path(__file__).parent / "fixtures" / "prime_rl"
 """Written by prime-rl's own code at each tag (its token exporter, packer and transport types, msgspec 0.23.0) and by
 verifiers 0.4.0's ``Episode.to_record``, all from ``reader_cases.cases()`` at temperature 0.75."""
 STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
