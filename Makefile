@@ -33,8 +33,9 @@ demo: $(READY)
 	@echo "  broken sync     $(BIN)/mismatch-probe decompose sample_data/broken_sync_run"
 	@echo "  your own run    $(BIN)/mismatch-probe inspect YOUR_RUN_DIR"
 
+# One worker a core, each with one thread: threads that wait for one another make a busy machine slower.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 check: $(READY)
 	$(BIN)/ruff check .

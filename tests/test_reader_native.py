@@ -277,6 +277,9 @@ def test_run_toml_lists_and_patterns(tmp_path: Path) -> None:
         write_toml(tmp_path, checkpoints=pattern)
         with pytest.raises(BadFileError, match=r"is not a path that holds \{version\} once"):
             open_run(tmp_path)
+    write_toml(tmp_path)
+    with pytest.raises(UsageError, match=r"--set checkpoints=here: .* is not a path that holds \{version\} once"):
+        open_run(tmp_path, ReadOptions(overrides=("checkpoints=here",)))
 
 
 def test_the_base_of_adapters_is_found_below_the_run_or_anywhere(tmp_path: Path) -> None:

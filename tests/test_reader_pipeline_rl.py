@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mismatch_probe.entry import main
-from mismatch_probe.errors import BadFileError, NothingToJudgeError
+from mismatch_probe.errors import NothingToJudgeError
 from mismatch_probe.readers import _READERS, ReadOptions, open_run
 from mismatch_probe.run import UNKNOWN_VERSION, Run
 from tests.pipeline_rl_writer import batch, text, write_actor, write_config, write_lines, write_training
@@ -216,9 +216,3 @@ def test_strict_refuses_a_row_that_does_not_fit(tmp_path: Path) -> None:
     step = open_run(tmp_path, ReadOptions(strict=True)).steps[0]
     with pytest.raises(Exception, match="1 logprobs for 4 sampled tokens"):
         step.load()
-
-
-def test_a_wrong_checkpoint_pattern_is_named(tmp_path: Path) -> None:
-    two_steps(tmp_path)
-    with pytest.raises(BadFileError, match=r"must hold \{version\} once"):
-        open_run(tmp_path, ReadOptions(overrides=("checkpoints=here",)))

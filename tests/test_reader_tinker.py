@@ -245,9 +245,3 @@ def test_damaged_files_read_or_end_in_a_clean_error(name: str) -> None:
 
     fuzz(copy)
     fuzz(copy, examples=15, skip_bad_rows=True)
-
-
-def test_a_wrong_checkpoint_pattern_is_named(tmp_path: Path) -> None:
-    write(tmp_path, [record(single()[0], 0)])
-    with pytest.raises(BadFileError, match=r"must hold \{version\} once"):
-        open_run(tmp_path, ReadOptions(overrides=("checkpoints=here",)))

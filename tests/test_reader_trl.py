@@ -192,12 +192,6 @@ class Hostile:
         return Path.touch, (self.touched,)
 
 
-def test_a_wrong_checkpoint_pattern_is_named(tmp_path: Path) -> None:
-    write_table(tmp_path, 3, [row(one_version(3)[0], 3)])
-    with pytest.raises(BadFileError, match=r"must hold \{version\} once"):
-        open_run(tmp_path, ReadOptions(overrides=("checkpoints=here",)))
-
-
 def test_hostile_arguments_do_not_run(tmp_path: Path) -> None:
     write_table(tmp_path, 3, [row(one_version(3)[0], 3)])
     with zipfile.ZipFile(tmp_path / "training_args.bin", "w") as archive:

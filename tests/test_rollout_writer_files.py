@@ -230,7 +230,10 @@ def test_an_existing_run_toml_keeps_its_text_and_gains_what_it_lacks(tmp_path: P
         ({"temperature": 0.7}, "run.toml: temperature is 1.0 there and 0.7 here"),
         ({"temprature": 0.7}, "run.toml: unknown key 'temprature'. Did you mean 'temperature'?"),
         ({"top_p": 1.5}, "run.toml: top_p = 1.5 is not a number in (0, 1]"),
-        ({"checkpoints": "step_{step}"}, "run.toml: 'step_{step}' must hold {version} once"),
+        (
+            {"checkpoints": "step_{step}"},
+            "run.toml: checkpoints = 'step_{step}' is not a path that holds {version} once",
+        ),
         ({"model": object}, "run.toml: model cannot be a type"),
     ],
 )

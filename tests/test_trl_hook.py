@@ -23,7 +23,7 @@ from tests.test_frameworks_page import section
 def trained(request, tmp_path_factory) -> tuple[Path, list[dict], int]:
     """A run of two steps on a tiny Llama, what TRL's loss was given at each, and the steps that share a generation."""
     folder = tmp_path_factory.mktemp("trl")
-    (hook,) = re.findall(r"```python\n(.*?)```", section("TRL"), re.DOTALL)
+    (hook, _) = re.findall(r"```python\n(.*?)```", section("TRL"), re.DOTALL)
     (folder / "hook.py").write_text(hook)
     command = [sys.executable, "-m", "tests.trl_run", str(folder / "hook.py"), str(folder / "run"), str(request.param)]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}

@@ -23,7 +23,6 @@ from typing import Any
 from mismatch_probe.errors import NothingToJudgeError
 from mismatch_probe.readers.config_files import lookup, read_config, settings_in
 from mismatch_probe.readers.options import ReadOptions
-from mismatch_probe.readers.peek import TEXT_ENDINGS, first_json
 from mismatch_probe.readers.pipeline_rl_rows import Actors, load_actor, load_training
 from mismatch_probe.readers.pipeline_rl_steps import (
     Unplaced,
@@ -35,6 +34,7 @@ from mismatch_probe.readers.pipeline_rl_steps import (
     training_steps,
 )
 from mismatch_probe.readers.settings import Found, declared_checkpoints, settle
+from mismatch_probe.readers.sniff import TEXT_ENDINGS, first_json
 from mismatch_probe.run import CheckpointPattern, Run, Settings, Step
 
 FORMAT = "pipeline-rl"

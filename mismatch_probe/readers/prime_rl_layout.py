@@ -112,7 +112,7 @@ def found_settings(root: Path) -> tuple[dict[str, tuple[Any, str]], str | None]:
             said = settings_in(part, shown, _keys()) | settings_in(config, shown, (("model", "model.name"),))
             found = said | found
             notice = notice or _temperatures(part, shown)
-    # Requests are sent with top_p 1 and the engine is started with processed_logprobs, in every version since v0.4.
+    # Requests are sent with top_p 1 and the engine is started with processed_logprobs, in v0.4.0 and 559b447.
     found.setdefault("top_p", (1.0, "prime-rl's requests"))
     found.setdefault("logprobs_mode", ("processed", "prime-rl's inference server"))
     return found, notice

@@ -14,7 +14,7 @@ from typing import Any
 from mismatch_probe.errors import NothingToJudgeError
 from mismatch_probe.readers.files import parse_json
 from mismatch_probe.readers.options import ReadOptions
-from mismatch_probe.readers.peek import TEXT_ENDINGS, first_json
+from mismatch_probe.readers.sniff import TEXT_ENDINGS, first_json
 from mismatch_probe.run import Run
 
 _LARGEST = 64 << 20

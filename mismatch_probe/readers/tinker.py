@@ -22,9 +22,9 @@ import numpy as np
 from mismatch_probe.errors import NothingToJudgeError
 from mismatch_probe.readers.files import jsonl_rows
 from mismatch_probe.readers.options import ReadOptions
-from mismatch_probe.readers.peek import TEXT_ENDINGS, first_json
 from mismatch_probe.readers.rows import RowBuilder
 from mismatch_probe.readers.settings import Found, declared_checkpoints, settle
+from mismatch_probe.readers.sniff import TEXT_ENDINGS, first_json
 from mismatch_probe.readers.tinker_store import JsonlSource, Record, Source, SqliteSource, is_store
 from mismatch_probe.run import Rollouts, Run, Settings, Step
 
