@@ -6,11 +6,13 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from mismatch_probe.errors import BadFileError
 from mismatch_probe.readers import ReadOptions, open_run
+from mismatch_probe.readers.rows import RowBuilder
 from tests.planted import write_rows
 from tests.reader_cases import Case, assert_same, cases
 from tests.reader_fuzz import fuzz
@@ -88,6 +90,12 @@ def test_a_file_that_lies_there_twice_counts_once(tmp_path: Path) -> None:
     rollouts = open_run(tmp_path).steps[0].load()
     assert_same(rollouts, cases())
     assert "5 rows are exact copies of others and count once" in rollouts.notices[0]
+
+
+def test_ids_in_two_dimensions_are_set_aside(tmp_path: Path) -> None:
+    builder = RowBuilder(3, tmp_path, None, ReadOptions())
+    builder.add({**row(cases()[0]), "response_ids": np.ones((2, 2), dtype=np.int64)}, tmp_path / "file", 1)
+    assert [bad.reason for bad in builder.build().rejected] == ["response_ids is not a flat list"]
 
 
 def test_deep_nesting_is_a_clean_error(tmp_path: Path) -> None:

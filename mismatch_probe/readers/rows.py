@@ -213,12 +213,15 @@ def _array(value: Any, key: str) -> Floats:
 
 
 def _integers(value: Any, key: str) -> Ints:
-    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
-        return value.astype(np.int64)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.ndim == 1:
+        return value.astype(np.int64, copy=False)
     # Ids written as text, or true and false in their place, are a writer's mistake even where they look like numbers.
-    kinds = (
-        set(map(type, value)) if isinstance(value, list) else {type(i) for i in np.asarray(value).ravel()[:1].tolist()}
-    )
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        if kinds == {int} and min(value) > -(2**53) and max(value) < 2**53:
+            return np.array(value, dtype=np.int64)
+    else:
+        kinds = {type(item) for item in np.asarray(value).ravel()[:1].tolist()}
     if kinds & {bool, str}:
         raise _Misfit(f"{key} holds values that are not integers")
     array = _array(value, key)
