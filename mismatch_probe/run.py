@@ -45,8 +45,8 @@ class Ragged:
     def of(cls, rows: list[Ints]) -> Ragged:
         """Concatenate one array a row."""
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        values = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
-        return cls(values.astype(np.int64, copy=False), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+        values = np.concatenate(rows, dtype=np.int64) if rows else np.zeros(0, dtype=np.int64)
+        return cls(values, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

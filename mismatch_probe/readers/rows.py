@@ -108,7 +108,8 @@ class RowBuilder:
             self.notice(f"{places[0]}{more}: {what}")
 
         def flat(key: str, dtype: Any) -> Any:
-            return np.concatenate([row[key] for row in rows]) if rows else np.zeros(0, dtype=dtype)
+            # Rows keep the dtype they came in; they are cast here, in the one pass that joins them.
+            return np.concatenate([row[key] for row in rows], dtype=dtype) if rows else np.zeros(0, dtype=dtype)
 
         def column(key: str) -> Any:
             cells = np.empty(len(rows), dtype=object)
@@ -205,6 +206,8 @@ class RowBuilder:
 
 
 def _array(value: Any, key: str) -> Floats:
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        return value
     try:
         array = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -213,8 +216,8 @@ def _array(value: Any, key: str) -> Floats:
 
 
 def _integers(value: Any, key: str) -> Ints:
-    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.ndim == 1:
-        return value.astype(np.int64, copy=False)
+    if isinstance(value, np.ndarray) and value.dtype.kind == "i" and value.ndim == 1:
+        return value
     # Ids written as text, or true and false in their place, are a writer's mistake even where they look like numbers.
     if isinstance(value, list):
         kinds = set(map(type, value))
@@ -249,6 +252,8 @@ def _floats(value: Any, key: str, length: int, scalar: bool = False) -> Floats:
 def _mask(value: Any, length: int) -> Bools:
     if value is None:
         return np.ones(length, dtype=np.bool_)
+    if isinstance(value, np.ndarray) and value.dtype == np.bool_ and value.shape == (length,):
+        return value
     mask = _floats(value, "loss_mask", length)
     ones: Bools = mask == 1.0
     if not bool((ones | (mask == 0.0)).all()):
