@@ -76,7 +76,7 @@ def inspect(
     if weights is not None:
         from mismatch_probe.cli_inspect import run_inspect_weights
 
-        return run_inspect_weights(run_dir, run_format, weights, format)
+        return run_inspect_weights(run_dir, run_format, tuple(overrides or ()), weights, format)
     from mismatch_probe.inspection import inspect_run
     from mismatch_probe.readers import ReadOptions, open_run
     from mismatch_probe.reporters import inspection as reporter

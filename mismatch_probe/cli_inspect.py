@@ -20,10 +20,12 @@ from mismatch_probe.run import Run
 _VERSION = re.compile(r"(?:(trainer|sampler):)?(\d+)")
 
 
-def run_inspect_weights(run_dir: Path, run_format: str | None, weights: tuple[str, str], format: DataFormat) -> int:
+def run_inspect_weights(
+    run_dir: Path, run_format: str | None, overrides: tuple[str, ...], weights: tuple[str, str], format: DataFormat
+) -> int:
     """Compare two checkpoints and print; each is a path, or a version of the run: 7, trainer:7 or sampler:7."""
     versions = [_VERSION.fullmatch(text) for text in weights]
-    run = open_run(run_dir, ReadOptions(), run_format) if any(versions) else None
+    run = open_run(run_dir, ReadOptions(overrides=overrides), run_format) if any(versions) else None
     a, b = (
         Path(text) if run is None or version is None else _checkpoint(run, version[1] or "trainer", int(version[2]))
         for text, version in zip(weights, versions, strict=True)

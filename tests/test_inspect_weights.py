@@ -52,6 +52,15 @@ def test_versions_of_a_run_and_paths_are_the_same_question(capsys: Capture) -> N
     assert "lm_head.weight is absent in A and B because it is tied: model.embed_tokens.weight is the head" in said
 
 
+def test_versions_are_looked_up_where_set_says(tmp_path: Path, capsys: Capture) -> None:
+    for number in (0, 40):
+        (tmp_path / f"kept_{number}").symlink_to(STEPS / f"step_{number:06d}")
+    given = ["--set", f"checkpoints={tmp_path}/kept_{{version}}"]
+    assert main(["inspect", RUN, "--weights", "0", "40", *given]) == 0
+    out = capsys.readouterr().out
+    assert "kept_40" in out.replace("\n", "") and "24 tensors: 24 changed." in " ".join(out.split())
+
+
 def test_the_samplers_own_checkpoints_are_asked_for_by_name(tmp_path: Path, capsys: Capture) -> None:
     for whose, seed in (("trainer", 0), ("sampler", 1)):
         save_model(tmp_path / whose / "v3", "qwen3", seed=seed)
