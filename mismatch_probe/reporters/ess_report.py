@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from mismatch_probe.reporters.format import to_json, with_interval
 from mismatch_probe.reporters.terminal import STATUS_STYLE, approximation_note, plain_table, step_label
 from mismatch_probe.stats.breakdown import LEVELS, RATIOS, Breakdown, Rule, StepEss, find_breakdown, verdict
 from mismatch_probe.stats.levels import StepDiscrepancy, discrepancy_sentence
+from mismatch_probe.stats.mass import StepMass, mass_sentence
 
 _MEANING = {
     "lag": "Lag, pi / pi_s: stale weights alone.",
@@ -31,12 +33,13 @@ class EssReport:
     intervals: str
     ess: dict[str, dict[str, list[StepEss]]]
     discrepancy: list[StepDiscrepancy]
+    mass: str = ""
     note: str = ""
 
     @property
     def numerics(self) -> str:
-        """What the discrepancy says."""
-        return discrepancy_sentence(self.discrepancy)
+        """What the discrepancy says, and the mass audit where it fails."""
+        return " ".join(filter(None, (discrepancy_sentence(self.discrepancy), self.mass)))
 
     @property
     def judged(self) -> list[StepEss]:
@@ -73,8 +76,13 @@ def ess_report(analysis: Analysis, rule: Rule) -> EssReport:
     exact = steps[steps["nearest_gap_max"] == 0]  # elsewhere D holds a part of the lag
     parts = exact[["step", "discrepancy_rms", "discrepancy_k3"]].itertuples(index=False)
     discrepancy = [StepDiscrepancy(int(step), float(rms), float(k3)) for step, rms, k3 in parts]
+    name = "discrepancy_mean_weight"
+    weights = exact[["step", name, f"{name}_ci_low", f"{name}_ci_high"]].itertuples(index=False)
+    masses = [StepMass(int(step), float(value), float(low), float(high)) for step, value, low, high in weights]
+    known = any(not math.isnan(mass.value) for mass in masses)
+    mass = mass_sentence(masses, options["confidence"]) if known else ""
     note = approximation_note(steps["nearest_gap_max"])
-    return EssReport(analysis.name, rule, options["confidence"], options["intervals"], ess, discrepancy, note)
+    return EssReport(analysis.name, rule, options["confidence"], options["intervals"], ess, discrepancy, mass, note)
 
 
 def print_text(report: EssReport, console: Console) -> None:
