@@ -79,7 +79,7 @@ def test_make_test_and_ci_run_what_they_say() -> None:
         text=True,
         check=True,
     )
-    assert re.search(r"-m pytest$", planned.stdout, re.MULTILINE)
+    assert re.search(r"-m pytest -n auto$", planned.stdout, re.MULTILINE)
     assert "make check test" in (ROOT / ".ci" / "run").read_text()
 
 
