@@ -15,6 +15,7 @@ import pytest
 
 from mismatch_probe.log import RolloutWriter, StepWriter
 from mismatch_probe.log.arrays import PER_ROW, PER_TOKEN, PER_TOKEN_OR_ROW, padded_rows
+from mismatch_probe.readers import FORMATS
 from mismatch_probe.readers.settings import KEYS
 from mismatch_probe.run import CheckpointPattern
 from tests.conftest import ROOT
@@ -24,10 +25,6 @@ FRAMEWORKS = (
     *("NeMo-RL", "slime", "prime-rl", "verl", "SkyRL", "PipelineRL", "open-instruct", "ROLL", "tinker-cookbook", "TRL"),
     *("OpenRLHF", "AReaL", "ms-swift", "torchforge", "rllm"),
 )
-FORMATS = {
-    *("native", "nemo-rl", "slime", "prime-rl", "verl", "skyrl", "pipeline-rl", "open-instruct", "roll", "tinker"),
-    "trl",
-}
 
 
 def section(title: str) -> str:

@@ -51,8 +51,8 @@ def test_what_trl_trains_on_is_what_is_read(trained) -> None:
         assert set(rollouts.group_of_sequence) <= {0, 1} and rollouts.loss_mask.all()
 
 
-def test_the_lag_is_trls_own(trained, tmp_path: Path) -> None:
-    """Rescored from TRL's checkpoints, against the log-probs that TRL computed when it drew and when it trained."""
+def test_rescored_at_the_weights_that_drew_log_probs_are_trls_own(trained, tmp_path: Path) -> None:
+    """From TRL's checkpoints, against what TRL computed when it drew; no lag where each step draws its own batch."""
     path, batches, every = trained
     assert main(["decompose", str(path), "--run-format", "native", "-o", str(tmp_path), "-q"]) == 0
     tokens = pd.read_parquet(tmp_path / "tokens")
