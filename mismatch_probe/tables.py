@@ -128,6 +128,12 @@ STEPS = (
     ),
     _nats("prefix_kl_stale_trainer", "prefix KL: mean of KL(pi_s || pi) over the sampler's prefixes", True),
     _nats("prefix_kl_trainer_stale", "prefix KL: mean of KL(pi || pi_s) over the sampler's prefixes", True),
+    _nats("discrepancy_sequence_kl", "KL(mu || pi_s) of whole responses: mean over them of the sum of -D", True),
+    _nats("log_ratio_sequence_kl", "KL(mu || pi) of whole responses: mean over them of the sum of -d", True),
+    _nats(
+        "prefix_kl_sequence_stale_trainer", "mean over responses of the summed KL(pi_s || pi) of their prefixes", True
+    ),
+    _number("lag_mean_weight", "mean of e^L; need not be 1, since tokens come from mu", True),
     _nats(
         "full_kl_trainer_stale", "KL(pi || pi_s) over the trainer's own prefixes, re-weighted; null: not identifiable"
     ),
@@ -142,9 +148,14 @@ STEPS = (
         for level in _LEVELS
     ),
     *(
-        _number(f"max_weight_share_{ratio}_{level}", f"largest {ratio} weight over their sum at {level} level")
+        column
         for ratio in _RATIOS
         for level in _LEVELS
+        for column in (
+            _number(f"max_weight_share_{ratio}_{level}", f"largest {ratio} weight over their sum at {level} level"),
+            _number(f"chi_square_{ratio}_{level}", f"1 / ess_{ratio}_{level} - 1: variance over squared mean"),
+            _number(f"second_moment_{ratio}_{level}", "mean of the squared weight; null beyond float64"),
+        )
     ),
     *(
         column

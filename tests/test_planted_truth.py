@@ -218,3 +218,17 @@ def test_health_of_the_weights(planted: Planted) -> None:
         assert steps.loc[step, "share_outside_band_lag"] == pytest.approx((np.abs(lag) > np.log(1.25)).mean())
         law = np.exp(-len(lag) / len(sums) * lag.var())
         assert steps.loc[step, "predicted_ess_lag_sequence"] == pytest.approx(law, abs=TOLERANCE)
+
+
+def test_kl_of_whole_responses_is_the_sum_over_their_tokens(planted: Planted) -> None:
+    _, steps = tables(planted)
+    for step in planted.rows:
+        wanted = truth(planted, step)
+        n = wanted["sequence"].max() + 1
+        for name, values in (
+            ("discrepancy_sequence_kl", -wanted["discrepancy"]),
+            ("log_ratio_sequence_kl", -wanted["log_ratio"]),
+            ("prefix_kl_sequence_stale_trainer", wanted["kl_stale_trainer"]),
+        ):
+            assert steps.loc[step, name] == pytest.approx(values.sum() / n, abs=TOLERANCE)
+        assert steps.loc[step, "lag_mean_weight"] == pytest.approx(np.exp(wanted["lag"]).mean(), abs=TOLERANCE)

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mismatch_probe.stats.ess import ess
-from mismatch_probe.stats.tails import max_weight_share, pareto_k, pareto_k_limit, perplexity_ess
+from mismatch_probe.stats.tails import (
+    chi_square,
+    max_weight_share,
+    pareto_k,
+    pareto_k_limit,
+    perplexity_ess,
+    second_moment,
+)
 
 
 @pytest.mark.parametrize("n", [25, 100, 225, 226, 1000, 20_000])
@@ -57,3 +64,23 @@ def test_the_order_of_the_three(values: list[float]) -> None:
 
 def test_one_weight_beyond_all_others_is_an_infinite_tail() -> None:
     assert pareto_k(np.random.default_rng(0).normal(scale=1000, size=128)) == math.inf
+
+
+@given(st.lists(st.floats(-50, 50), min_size=1, max_size=40))
+def test_chi_square_is_one_over_ess_minus_one(values: list[float]) -> None:
+    log_weights = np.array([*values, math.nan])
+    assert 1 / (1 + chi_square(log_weights)) == pytest.approx(ess(log_weights), rel=1e-9)
+
+
+def test_chi_square_and_second_moment_of_log_normal_weights() -> None:
+    """Mean 1: E w^2 = e^(s^2), so chi-square is e^(s^2) - 1."""
+    log_weights = np.random.default_rng(8).normal(-0.125, 0.5, size=400_000)
+    assert chi_square(log_weights) == pytest.approx(math.expm1(0.25), rel=0.02)
+    assert second_moment(log_weights) == pytest.approx(math.exp(0.25), rel=0.02)
+    assert second_moment(log_weights + 3) == pytest.approx(second_moment(log_weights) * math.exp(6))
+
+
+def test_second_moments_beyond_float64_are_null_and_equal_weights_have_none() -> None:
+    assert math.isnan(second_moment(np.array([0.0, 400.0]))) and second_moment(np.array([-1e4, 0.0])) == 0.5
+    assert chi_square(np.full(7, -1e4)) == 0 and math.isnan(chi_square(np.array([math.nan])))
+    assert math.isnan(second_moment(np.zeros(0)))

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from mismatch_probe.stats.ratios import Levels, group_log_means, sequence_sums
-from mismatch_probe.stats.tails import max_weight_share, pareto_k, perplexity_ess
+from mismatch_probe.stats.tails import chi_square, max_weight_share, pareto_k, perplexity_ess, second_moment
 from mismatch_probe.stats.types import Floats
 
 
@@ -18,7 +18,8 @@ def level_log_weights(log_weights: Floats, levels: Levels) -> dict[str, Floats]:
 
 
 def weight_health(ratio: str, log_weights: Floats, levels: Levels) -> dict[str, float]:
-    """Pareto k, perplexity ESS and largest share at each level, and the shares of extreme tokens, by column name.
+    """Pareto k, perplexity ESS, largest share, chi-square and second moment at each level, and the shares of extreme
+    tokens, by column name.
 
     A token is extreme when its ratio leaves [1/2, 2] (|x| > ln 2) or the band [0.8, 1.25].
 
@@ -32,6 +33,8 @@ def weight_health(ratio: str, log_weights: Floats, levels: Levels) -> dict[str, 
         values[f"pareto_k_{ratio}_{level}"] = pareto_k(units)
         values[f"perplexity_ess_{ratio}_{level}"] = perplexity_ess(units)
         values[f"max_weight_share_{ratio}_{level}"] = max_weight_share(units)
+        values[f"chi_square_{ratio}_{level}"] = chi_square(units)
+        values[f"second_moment_{ratio}_{level}"] = second_moment(units)
     known = np.abs(log_weights[~np.isnan(log_weights)])
     if len(known):
         values[f"share_beyond_ln2_{ratio}"] = float((known > math.log(2)).mean())

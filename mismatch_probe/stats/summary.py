@@ -30,7 +30,7 @@ from mismatch_probe.stats.intervals import (
 )
 from mismatch_probe.stats.kl import k_terms
 from mismatch_probe.stats.positions import Places, audit_places, full_kl
-from mismatch_probe.stats.ratios import Levels, Split, drop_nulls
+from mismatch_probe.stats.ratios import Levels, Split, drop_nulls, sequence_sums
 from mismatch_probe.stats.types import Floats, Ints
 
 
@@ -122,7 +122,8 @@ def _moments(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, Inter
     for name in ("discrepancy", "log_ratio"):
         for estimator, estimate in k_terms(parts[name]).items():
             terms[f"{name}_{estimator}"] = (estimate, mean, IDENTITY if estimator == "k1" else LOG)
-        terms[f"{name}_mean_weight"] = (np.exp(parts[name]), mean, IDENTITY)
+    for name, values in parts.items():
+        terms[f"{name}_mean_weight"] = (np.exp(values), mean, IDENTITY)
     terms["bias_discrepancy_tv"] = (sampled_total_variation(tokens.split.discrepancy), mean, LOG)
     terms["bias_lag_tv"] = (tokens.total_variation, mean, LOG)
     terms["prefix_kl_stale_trainer"] = (tokens.kl_stale_trainer, mean, LOG)
@@ -133,6 +134,20 @@ def _moments(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, Inter
     for name, (values, statistic, scale) in terms.items():
         known, group = drop_nulls(values, tokens.levels.group)
         out[name] = intervals.interval(group_sums([known], group, intervals.n_groups), statistic, scale)
+    return {**out, **_sequence_kl(tokens, intervals)}
+
+
+def _sequence_kl(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, Interval]:
+    """KL of whole responses by the chain rule: sums over a response of what its tokens or prefixes contribute."""
+    sums = {
+        "discrepancy_sequence_kl": (-tokens.split.discrepancy, IDENTITY),
+        "log_ratio_sequence_kl": (-tokens.split.log_ratio, IDENTITY),
+        "prefix_kl_sequence_stale_trainer": (tokens.kl_stale_trainer, LOG),
+    }
+    out = {}
+    for name, (values, scale) in sums.items():
+        known, group = drop_nulls(sequence_sums(values, tokens.levels), tokens.levels.group_of_sequence)
+        out[name] = intervals.interval(group_sums([known], group, intervals.n_groups), mean, scale)
     return out
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from mismatch_probe.stats.types import Floats
 
+_LARGEST_LOG = math.log(np.finfo(np.float64).max)
 MIN_WEIGHTS = 25
 """Fewest weights that leave five in the tail."""
 
@@ -72,6 +73,25 @@ def max_weight_share(log_weights: Floats) -> float:
     """The largest weight over the sum of all, in [1/n, 1]; NaN when there is none."""
     share = _shares(log_weights)
     return float(share.max()) if len(share) else math.nan
+
+
+def chi_square(log_weights: Floats) -> float:
+    """Chi-square divergence of the weights from a constant: mean w^2 / (mean w)^2 - 1 = 1 / ESS - 1; NaN without any.
+
+    The variance of the weights over their squared mean; 1 where the ESS is 1/2.
+    """
+    share = _shares(log_weights)
+    return max(len(share) * float(np.square(share).sum()) - 1, 0.0) if len(share) else math.nan
+
+
+def second_moment(log_weights: Floats) -> float:
+    """Mean of w^2: 1 + chi-square where the mean weight is 1. NaN without any, and where it is beyond float64."""
+    known = log_weights[~np.isnan(log_weights)]
+    if not len(known):
+        return math.nan
+    peak = float(known.max())
+    log_mean = 2 * peak + math.log(float(np.square(np.exp(known - peak)).mean()))
+    return math.exp(log_mean) if log_mean < _LARGEST_LOG else math.nan
 
 
 def _shares(log_weights: Floats) -> Floats:
