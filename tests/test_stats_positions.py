@@ -112,3 +112,26 @@ def test_a_mean_that_is_not_known_is_no_mass_of_one() -> None:
     log_ratio = rng.normal(-0.02, 0.2, size=(400, 12))
     value, reason = full_kl(audited(log_ratio, np.ones((400, 12)), groups=8))
     assert math.isnan(value) and "not surely 1" in reason
+
+
+def test_prefix_kl_misses_what_full_kl_sees() -> None:
+    """A bad state entered at 1e-2 a token by the trainer and 1e-4 by the sampler: .046 against .58 nats over 200 tokens.
+
+    In closed form: K is 1 in the bad state and the KL of the two Bernoulli laws before it.
+    """
+    trainer, sampler, length, n = 1e-2, 1e-4, 200, 20_000
+    before = trainer * math.log(trainer / sampler) + (1 - trainer) * math.log((1 - trainer) / (1 - sampler))
+
+    def exact(rate: float) -> float:
+        bad = 1 - (1 - rate) ** np.arange(length)
+        return float((bad + (1 - bad) * before).mean())
+
+    assert (exact(sampler), exact(trainer)) == (pytest.approx(0.046, abs=5e-4), pytest.approx(0.58, abs=5e-3))
+    rng = np.random.default_rng(3)
+    bad = np.cumsum(rng.random((n, length)) < sampler, axis=1) > 0
+    there = np.concatenate([np.zeros((n, 1), dtype=bool), bad[:, :-1]], axis=1)
+    moved = np.where(bad & ~there, math.log(trainer / sampler), math.log((1 - trainer) / (1 - sampler)))
+    places = audited(np.where(there, 0.0, moved), np.where(there, 1.0, before), groups=n // 8)
+    assert float(places.prefix_kl.mean()) == pytest.approx(exact(sampler), rel=0.02)
+    assert places.weighted_kl.sum() / places.alive_mass.sum() == pytest.approx(exact(trainer), rel=0.03)
+    assert abs(places.mean_weight - 1).max() < 0.05
