@@ -115,7 +115,7 @@ def test_a_mean_that_is_not_known_is_no_mass_of_one() -> None:
 
 
 def test_prefix_kl_misses_what_full_kl_sees() -> None:
-    """A bad state entered at 1e-2 a token by the trainer and 1e-4 by the sampler: .046 against .58 nats over 200 tokens.
+    """A bad state entered at 1e-2 a token by the trainer, 1e-4 by the sampler: .046 against .58 nats over 200 tokens.
 
     In closed form: K is 1 in the bad state and the KL of the two Bernoulli laws before it.
     """
