@@ -12,6 +12,7 @@ from mismatch_probe import __version__
 from mismatch_probe.cli_options import (
     AnalysisOption,
     ConfidenceOption,
+    ConstancyMarginOption,
     DataFormat,
     FigureFormat,
     Intervals,
@@ -122,6 +123,7 @@ def decompose(
     ess_ratio: RatioOption = Ratio.lag,
     confidence: ConfidenceOption = 0.95,
     intervals: IntervalsOption = Intervals.jackknife,
+    constancy_margin: ConstancyMarginOption = 0.25,
     run_format: RunFormatOption = None,
     overrides: SetOption = None,
     skip_bad_rows: SkipBadRowsOption = False,
@@ -150,6 +152,7 @@ def decompose(
         threshold=ess_threshold,
         ratio=ess_ratio.value,
         intervals=intervals.value,
+        constancy_margin=constancy_margin,
         confidence=confidence,
         skip_bad_rows=skip_bad_rows,
         strict=strict,

@@ -64,6 +64,8 @@ def _print_result(run_dir: Path, output: Path | None) -> None:
     console.print()
     console.print(report.verdict, style="bold")
     console.print(report.numerics)
+    for sentence in report.answers:
+        console.print(sentence)
 
 
 def _noise_sentence(steps: pd.DataFrame) -> str:

@@ -71,6 +71,10 @@ ThresholdOption = Annotated[float, typer.Option(min=0, max=1, help="ESS below it
 RatioOption = Annotated[Ratio, typer.Option(help="Ratio whose ESS is judged: lag alone, discrepancy alone, or both.")]
 IntervalsOption = Annotated[Intervals, typer.Option(help="How intervals over prompt groups are made.")]
 ConfidenceOption = Annotated[float, typer.Option(min=0.5, max=0.999, help="Coverage of the intervals.")]
+ConstancyMarginOption = Annotated[
+    float,
+    typer.Option(min=0.01, max=10, help="Change of the discrepancy's mean square over the run that counts as none."),
+]
 SkipBadRowsOption = Annotated[
     bool, typer.Option("--skip-bad-rows", help="Set aside lines and files that cannot be parsed.")
 ]

@@ -25,10 +25,13 @@ from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.score import GIVES_NO_NUMBER, StepScorer, StepScores
 from mismatch_probe.selection import StepSelection, limit_sequences
 from mismatch_probe.stats.breakdown import DEFAULT_LEVEL, DEFAULT_RATIO, DEFAULT_THRESHOLD, Rule
+from mismatch_probe.stats.constancy import DEFAULT_MARGIN
 from mismatch_probe.stats.intervals import DEFAULT_METHOD
 from mismatch_probe.stats.summary import BiasVectors
 from mismatch_probe.table_io import table_of, write_table
 from mismatch_probe.tables import REJECTED, SEQUENCES, STEPS
+from mismatch_probe.tables_trends import TRENDS
+from mismatch_probe.trends import RunTrends
 
 
 class Progress(Protocol):
@@ -64,6 +67,7 @@ class DecomposeOptions:
     confidence: float = 0.95
     resamples: int = 2000
     intervals: str = DEFAULT_METHOD
+    constancy_margin: float = DEFAULT_MARGIN
     skip_bad_rows: bool = False
     strict: bool = False
     nearest: bool = False
@@ -92,6 +96,7 @@ def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progr
         write_table(table_of(job.step_rows, STEPS, job.provenance), staging.path / "steps.parquet")
         write_table(table_of(job.sequence_rows, SEQUENCES, job.provenance), staging.path / "sequences.parquet")
         write_table(pa.concat_tables(job.places), staging.path / "places.parquet")
+        write_table(table_of(job.trends.rows(), TRENDS, job.provenance), staging.path / "trends.parquet")
         rejected = [asdict(row) for row in job.rejected]
         write_table(table_of(rejected, REJECTED, job.provenance), staging.path / "rejected.parquet")
         staging.write_json("run.json", job.record(steps))
@@ -120,6 +125,7 @@ class _Job:
             options.intervals,
         )
         self._bias = BiasVectors()
+        self.trends = RunTrends(options.constancy_margin, options.confidence, options.seed)
         self._digests: dict[str, str] = {}
         self._notices: list[str] = []
         self.step_rows: list[dict[str, Any]] = []
@@ -154,6 +160,7 @@ class _Job:
         reasons = (*semantic_reasons(self._run), *checkpoints.problems, *checkpoints.approximations)
         row, summary = step_row(data, self._judgement, self._bias, reasons)
         self._bias = summary.bias
+        self.trends.add(data, summary)
         self.places.append(place_table(step.index, summary.places, self.provenance))
         self.step_rows.append(row)
         self.sequence_rows.extend(sequence_rows(data))

@@ -21,7 +21,15 @@ from mismatch_probe.table_io import STAGING, output_error, read_rows
 from mismatch_probe.tables import STEPS
 
 DEFAULT_NAME = "mismatch_probe"
-_PARTS = ("tokens", "sequences.parquet", "steps.parquet", "places.parquet", "rejected.parquet", "run.json")
+_PARTS = (
+    "tokens",
+    "sequences.parquet",
+    "steps.parquet",
+    "places.parquet",
+    "trends.parquet",
+    "rejected.parquet",
+    "run.json",
+)
 _ASIDE = "earlier"
 _DERIVED = ("plots", "report.html", "findings.json")
 
@@ -155,10 +163,11 @@ class Staging:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What ``decompose`` wrote: the steps table and the record of how it was made."""
+    """What ``decompose`` wrote: the steps table, a row a question about the run, and the record of how it was made."""
 
     folder: Path
     steps: pd.DataFrame
+    trends: list[dict[str, Any]]
     record: dict[str, Any]
 
     @property
@@ -207,7 +216,8 @@ def open_analysis(run_dir: Path, output: Path | None) -> Analysis:
             f"{steps}: no column {absent[0]}, so another version of mismatch-probe wrote it. Run decompose again with "
             "--overwrite"
         )
-    return Analysis(folder, table.to_pandas(), record)
+    trends = read_rows(folder / "trends.parquet").to_pylist()
+    return Analysis(folder, table.to_pandas(), trends, record)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -229,6 +229,8 @@ REJECTED = (
 
 def markdown() -> str:
     """The page that documents the tables, ``docs/tables.md``: ``python -m mismatch_probe.tables`` prints it."""
+    from mismatch_probe.tables_trends import TRENDS  # it needs Column from here
+
     lines = [
         "# Tables",
         "",
@@ -241,6 +243,7 @@ def markdown() -> str:
         ("sequences.parquet", SEQUENCES),
         ("steps.parquet", STEPS),
         ("places.parquet", PLACES),
+        ("trends.parquet", TRENDS),
         ("rejected.parquet", REJECTED),
     ):
         lines += ["", f"## {file}", "", "| column | unit | definition |", "|---|---|---|"]

@@ -396,7 +396,10 @@ def test_files_of_others_in_the_output_folder_stay(run: Planted) -> None:
     assert (out / "plots" / "mine.png").exists() and (out / "report.html").exists()
 
 
-@pytest.mark.parametrize("fails_at", range(1, 14))
+FILES = ("steps.parquet", "sequences.parquet", "places.parquet", "trends.parquet", "rejected.parquet", "run.json")
+
+
+@pytest.mark.parametrize("fails_at", range(1, 16))
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
 def test_a_commit_that_is_cut_short_is_undone(run: Planted, kind, fails_at: int, monkeypatch) -> None:
     from mismatch_probe.folder import Staging
@@ -405,7 +408,7 @@ def test_a_commit_that_is_cut_short_is_undone(run: Planted, kind, fails_at: int,
     for name in ("tokens/step=1", "plots"):
         (folder / name).mkdir(parents=True)
         (folder / name / "file").write_text("old")
-    for name in ("steps.parquet", "sequences.parquet", "places.parquet", "rejected.parquet", "run.json"):
+    for name in FILES:
         (folder / name).write_text("old")
     before = contents(folder)
     calls = 0
@@ -421,7 +424,7 @@ def test_a_commit_that_is_cut_short_is_undone(run: Planted, kind, fails_at: int,
     def new_analysis() -> None:
         with Staging(folder, overwrite=True) as staging:
             (staging.path / "tokens").mkdir()
-            for name in ("steps.parquet", "sequences.parquet", "places.parquet", "rejected.parquet", "run.json"):
+            for name in FILES:
                 (staging.path / name).write_text("new")
             monkeypatch.setattr("os.replace", cut)
             staging.commit()

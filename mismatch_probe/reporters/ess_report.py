@@ -33,6 +33,7 @@ class EssReport:
     intervals: str
     ess: dict[str, dict[str, list[StepEss]]]
     discrepancy: list[StepDiscrepancy]
+    trends: list[dict[str, Any]]
     mass: str = ""
     note: str = ""
 
@@ -40,6 +41,11 @@ class EssReport:
     def numerics(self) -> str:
         """What the discrepancy says, and the mass audit where it fails."""
         return " ".join(filter(None, (discrepancy_sentence(self.discrepancy), self.mass)))
+
+    @property
+    def answers(self) -> list[str]:
+        """What is asked of the run as a whole, a sentence each."""
+        return [str(trend["sentence"]) for trend in self.trends]
 
     @property
     def judged(self) -> list[StepEss]:
@@ -82,7 +88,9 @@ def ess_report(analysis: Analysis, rule: Rule) -> EssReport:
     known = any(not math.isnan(mass.value) for mass in masses)
     mass = mass_sentence(masses, options["confidence"]) if known else ""
     note = approximation_note(steps["nearest_gap_max"])
-    return EssReport(analysis.name, rule, options["confidence"], options["intervals"], ess, discrepancy, mass, note)
+    return EssReport(
+        analysis.name, rule, options["confidence"], options["intervals"], ess, discrepancy, analysis.trends, mass, note
+    )
 
 
 def print_text(report: EssReport, console: Console) -> None:
@@ -101,12 +109,14 @@ def print_text(report: EssReport, console: Console) -> None:
     console.print(Text(_footnote(report), style="dim"))
     console.print()
     console.print(Text(report.verdict, style="bold"))
-    console.print(Text(report.numerics))
+    for sentence in (report.numerics, *report.answers):
+        console.print(Text(sentence))
 
 
 def to_markdown(report: EssReport) -> str:
     """The same as Markdown."""
     lines = [f"### ESS of {report.run}", "", report.verdict, "", report.numerics, ""]
+    lines += [*(f"- {answer}" for answer in report.answers), ""]
     for ratio in RATIOS:
         status = ["status"] if ratio == report.rule.ratio else []
         heads = ["step", *(f"{level} ESS" for level in LEVELS), *status]
@@ -141,6 +151,7 @@ def as_json(report: EssReport) -> str:
             "breakdown_steps": found.steps,
             "verdict": report.verdict,
             "numerics": report.numerics,
+            "trends": report.trends,
             "steps": steps,
         }
     )
