@@ -94,7 +94,7 @@ def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progr
         if not job.compared:
             raise NothingToJudgeError(_nothing(run, job))
         write_table(table_of(job.step_rows, STEPS, job.provenance), staging.path / "steps.parquet")
-        write_table(table_of(job.sequence_rows, SEQUENCES, job.provenance), staging.path / "sequences.parquet")
+        write_table(pa.concat_tables(job.sequences).combine_chunks(), staging.path / "sequences.parquet")
         write_table(pa.concat_tables(job.places), staging.path / "places.parquet")
         write_table(table_of(job.trends.rows(), TRENDS, job.provenance), staging.path / "trends.parquet")
         rejected = [asdict(row) for row in job.rejected]
@@ -129,7 +129,7 @@ class _Job:
         self._digests: dict[str, str] = {}
         self._notices: list[str] = []
         self.step_rows: list[dict[str, Any]] = []
-        self.sequence_rows: list[dict[str, Any]] = []
+        self.sequences: list[pa.Table] = []
         self.places: list[pa.Table] = []
         self.rejected: list[Rejected] = []
         self.compared = False
@@ -163,7 +163,7 @@ class _Job:
         self.trends.add(data, summary)
         self.places.append(place_table(step.index, summary.places, self.provenance))
         self.step_rows.append(row)
-        self.sequence_rows.extend(sequence_rows(data))
+        self.sequences.append(table_of(sequence_rows(data), SEQUENCES, self.provenance))
         self.rejected.extend(rollouts.rejected)
         self._say_rejected(step.index, rollouts.rejected)
         parts = (data.split.discrepancy, data.split.lag, data.split.log_ratio)
@@ -251,7 +251,7 @@ _ASSUMED = "assumed, since nothing states it"
 
 def _nothing(run: Run, job: _Job) -> str:
     """Why a whole run could not be judged, in one line."""
-    if job.rejected and not job.sequence_rows:
+    if job.rejected and not any(map(len, job.sequences)):
         first = job.rejected[0]
         return (
             f"{run.path}: all {len(job.rejected)} rows were set aside; the first: {first.file}, row {first.row}: "
