@@ -2,8 +2,7 @@
 
     python benchmarks/statistics.py [million tokens, 10] [length of a response, 500]
 
-One step, written to a temporary folder; each job is a process of its own. ``martingale doctor`` (PyPI: martingale)
-is not measured here yet.
+One step, written to a temporary folder; each job is a process of its own.
 """
 
 from __future__ import annotations

@@ -167,6 +167,9 @@ def ess_report(
     ess_threshold: ThresholdOption = 0.5,
     ess_ratio: RatioOption = Ratio.lag,
     lasting: Annotated[int, typer.Option(min=1, help="Judged steps in a row that make a lasting breakdown.")] = 3,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Check the ESS of every step against the tokens table first.")
+    ] = False,
     format: Annotated[ReadableFormat, typer.Option("--format", help="How to print.")] = ReadableFormat.text,
 ) -> int:
     """ESS of the lag, discrepancy and total ratio a step, the first breakdown, and a verdict."""
@@ -176,6 +179,10 @@ def ess_report(
     from mismatch_probe.stats.breakdown import Rule
 
     analysis = open_analysis(run_dir, output)
+    if recompute:
+        from mismatch_probe.recompute import check_steps
+
+        sys.stderr.write(check_steps(analysis) + "\n")
     report = reporter.ess_report(analysis, Rule(ess_level.value, ess_threshold, ess_ratio.value, lasting))
     if format is ReadableFormat.text:
         reporter.print_text(report, stdout())

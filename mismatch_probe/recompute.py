@@ -33,6 +33,27 @@ def stats_of_tokens(analysis: Analysis) -> Iterator[dict[str, float]]:
         yield {"step": int(step), **ess_of_file(analysis.folder / "tokens" / f"step={step}" / "part-0.parquet")}
 
 
+def check_steps(analysis: Analysis) -> str:
+    """One sentence: the steps table holds the ESS that its tokens give.
+
+    Raises:
+        InputError: a step's tokens give another one, or cannot be read.
+    """
+    tokens = 0
+    stored = analysis.steps.set_index("step")
+    for found in stats_of_tokens(analysis):
+        step = int(found.pop("step"))
+        tokens += int(found.pop("tokens"))
+        for name, value in found.items():
+            there = float(stored[name].loc[step])
+            if not np.isclose(value, there, rtol=1e-9, atol=1e-12, equal_nan=True):
+                raise InputError(
+                    f"{analysis.folder}: {name} at step {step} is {there:.6g} in steps.parquet and {value:.6g} by its "
+                    "tokens, so one of the two was changed. Run decompose again with --overwrite"
+                )
+    return f"Recomputed from {tokens:,} tokens: every ESS is as steps.parquet has it."
+
+
 def ess_of_file(path: Path) -> dict[str, float]:
     """``tokens`` and the nine ESS of one step's file.
 

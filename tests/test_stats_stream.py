@@ -1,19 +1,23 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mismatch_probe import recompute
+from mismatch_probe.entry import main
 from mismatch_probe.folder import open_analysis
 from mismatch_probe.stats.ess import ess
 from mismatch_probe.stats.health import level_log_weights
 from mismatch_probe.stats.ratios import Levels
 from mismatch_probe.stats.stream import RunningEss, RunningLevels
+from tests.planted import Planted
 
 _WEIGHTS = st.lists(st.floats(-1e4, 1e4) | st.just(math.nan), min_size=1, max_size=40)
 
@@ -52,3 +56,15 @@ def test_recomputed_ess_is_that_of_the_steps_table(
     for row, (_, step) in zip(rows, analysis.steps.iterrows(), strict=True):
         for name, value in row.items():
             assert value == pytest.approx(step[name], rel=1e-12, nan_ok=True), name
+
+
+def test_ess_report_checks_the_steps_table_against_its_tokens(planted: Planted, tmp_path: Path, capsys) -> None:
+    source = planted.path / "mismatch_probe"
+    assert main(["ess-report", str(planted.path), "--recompute"]) == 0
+    assert "tokens: every ESS is as steps.parquet has it." in capsys.readouterr().err
+    shutil.copytree(source, tmp_path / "a")
+    part = tmp_path / "a" / "tokens" / "step=3" / "part-0.parquet"
+    table = pq.read_table(part)
+    pq.write_table(table.slice(0, table.num_rows - 20), part)
+    assert main(["ess-report", str(planted.path), "-o", str(tmp_path / "a"), "--recompute"]) == 2
+    assert "at step 3 is" in capsys.readouterr().err
