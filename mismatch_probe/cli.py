@@ -167,6 +167,9 @@ def ess_report(
     ess_threshold: ThresholdOption = 0.5,
     ess_ratio: RatioOption = Ratio.lag,
     lasting: Annotated[int, typer.Option(min=1, help="Judged steps in a row that make a lasting breakdown.")] = 3,
+    false_alarm_rate: Annotated[
+        float, typer.Option(min=0.001, max=0.5, help="Chance that a series without a jump is said to have one.")
+    ] = 0.01,
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Check the ESS of every step against the tokens table first.")
     ] = False,
@@ -183,7 +186,9 @@ def ess_report(
         from mismatch_probe.recompute import check_steps
 
         sys.stderr.write(check_steps(analysis) + "\n")
-    report = reporter.ess_report(analysis, Rule(ess_level.value, ess_threshold, ess_ratio.value, lasting))
+    report = reporter.ess_report(
+        analysis, Rule(ess_level.value, ess_threshold, ess_ratio.value, lasting), false_alarm_rate
+    )
     if format is ReadableFormat.text:
         reporter.print_text(report, stdout())
     else:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from mismatch_probe.folder import Analysis
+from mismatch_probe.reporters.change_points import SeriesChange, series_changes
 from mismatch_probe.reporters.format import to_json, with_interval
 from mismatch_probe.reporters.terminal import STATUS_STYLE, approximation_note, plain_table, step_label
 from mismatch_probe.stats.breakdown import LEVELS, RATIOS, Breakdown, Rule, StepEss, find_breakdown, verdict
+from mismatch_probe.stats.change import DEFAULT_RATE
 from mismatch_probe.stats.levels import StepDiscrepancy, discrepancy_sentence
 from mismatch_probe.stats.mass import StepMass, mass_sentence
 
@@ -33,6 +35,7 @@ class EssReport:
     intervals: str
     ess: dict[str, dict[str, list[StepEss]]]
     discrepancy: list[StepDiscrepancy]
+    changes: list[SeriesChange]
     trends: list[dict[str, Any]]
     mass: str = ""
     note: str = ""
@@ -44,8 +47,8 @@ class EssReport:
 
     @property
     def answers(self) -> list[str]:
-        """What is asked of the run as a whole, a sentence each."""
-        return [str(trend["sentence"]) for trend in self.trends]
+        """Where a quantity jumps, and what is asked of the run as a whole, a sentence each."""
+        return [*(change.sentence for change in self.changes), *(str(trend["sentence"]) for trend in self.trends)]
 
     @property
     def judged(self) -> list[StepEss]:
@@ -63,8 +66,8 @@ class EssReport:
         return verdict(self.judged, self.rule)
 
 
-def ess_report(analysis: Analysis, rule: Rule) -> EssReport:
-    """Take the report from the steps table."""
+def ess_report(analysis: Analysis, rule: Rule, false_alarm_rate: float = DEFAULT_RATE) -> EssReport:
+    """Take the report from the steps table; jumps are looked for at the given false-alarm rate a series."""
     steps, options = analysis.steps, analysis.record["options"]
 
     def column(ratio: str, level: str) -> list[StepEss]:
@@ -88,9 +91,9 @@ def ess_report(analysis: Analysis, rule: Rule) -> EssReport:
     known = any(not math.isnan(mass.value) for mass in masses)
     mass = mass_sentence(masses, options["confidence"]) if known else ""
     note = approximation_note(steps["nearest_gap_max"])
-    return EssReport(
-        analysis.name, rule, options["confidence"], options["intervals"], ess, discrepancy, analysis.trends, mass, note
-    )
+    changes = series_changes(steps, rule, false_alarm_rate)
+    how = (options["confidence"], options["intervals"])
+    return EssReport(analysis.name, rule, *how, ess, discrepancy, changes, analysis.trends, mass, note)
 
 
 def print_text(report: EssReport, console: Console) -> None:
@@ -151,6 +154,7 @@ def as_json(report: EssReport) -> str:
             "breakdown_steps": found.steps,
             "verdict": report.verdict,
             "numerics": report.numerics,
+            "changes": [asdict(change) for change in report.changes],
             "trends": report.trends,
             "steps": steps,
         }
