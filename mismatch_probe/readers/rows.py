@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,8 @@ import numpy as np
 
 from mismatch_probe.errors import BadFileError
 from mismatch_probe.readers.options import ReadOptions
-from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Ragged, Rejected, Rollouts
+from mismatch_probe.readers.values import Misfit, floats, integers, mask_of, name_of, reward_of, versions_of
+from mismatch_probe.run import UNKNOWN_VERSION, Floats, Ints, Ragged, Rejected, Rollouts
 
 REQUIRED = ("sequence_id", "group_id", "prompt_ids", "response_ids")
 OPTIONAL = (
@@ -25,10 +25,6 @@ POSITIVE_TOLERANCE = 1e-4
 LOWEST_LOGPROB = -700.0
 """A token this improbable is never sampled (e^-700 is 1e-304): what is below is a stand-in, such as -9999."""
 _STRICT_REMEDY = "Mend the row, or drop --strict to set it aside"
-
-
-class _Misfit(Exception):
-    """Why one row does not fit."""
 
 
 class RowBuilder:
@@ -60,7 +56,7 @@ class RowBuilder:
         sequence_id = row.get("sequence_id")
         try:
             fitted = self._fit(row)
-        except _Misfit as misfit:
+        except Misfit as misfit:
             self.reject(file, number, None if sequence_id is None else str(sequence_id), str(misfit))
             return
         earlier = self._seen.setdefault(fitted["sequence_id"], fitted)
@@ -78,7 +74,7 @@ class RowBuilder:
         """Why a row would be set aside, None when it fits; nothing is kept."""
         try:
             self._fit(row)
-        except _Misfit as misfit:
+        except Misfit as misfit:
             return str(misfit)
         return None
 
@@ -107,9 +103,16 @@ class RowBuilder:
             more = "" if len(places) == 1 else f" and {len(places) - 1} more rows"
             self.notice(f"{places[0]}{more}: {what}")
 
-        def flat(key: str, dtype: Any) -> Any:
-            # Rows keep the dtype they came in; they are cast here, in the one pass that joins them.
-            return np.concatenate([row[key] for row in rows], dtype=dtype) if rows else np.zeros(0, dtype=dtype)
+        def flat(key: str, dtype: Any, absent: Any) -> Any:
+            """Rows keep the dtype they came in: they are cast here, in the one pass that joins them; None is absent."""
+            cells = [row[key] for row in rows]
+            if all(cell is None for cell in cells):
+                return np.full(sum(len(row["response"]) for row in rows), absent, dtype=dtype)
+            whole = (
+                np.full(len(row["response"]), absent) if cell is None else cell
+                for row, cell in zip(rows, cells, strict=True)
+            )
+            return np.concatenate(list(whole), dtype=dtype)
 
         def column(key: str) -> Any:
             cells = np.empty(len(rows), dtype=object)
@@ -123,11 +126,11 @@ class RowBuilder:
             origin=column("origin"),
             prompt=Ragged.of([row["prompt"] for row in rows]),
             response=Ragged.of([row["response"] for row in rows]),
-            sampler_logprob=flat("sampler_logprob", np.float64),
-            trainer_logprob=flat("trainer_logprob", np.float64),
-            loss_mask=flat("loss_mask", np.bool_),
-            sampler_version=flat("sampler_version", np.int64),
-            advantage=flat("advantage", np.float64),
+            sampler_logprob=flat("sampler_logprob", np.float64, np.nan),
+            trainer_logprob=flat("trainer_logprob", np.float64, np.nan),
+            loss_mask=flat("loss_mask", np.bool_, True),
+            sampler_version=flat("sampler_version", np.int64, UNKNOWN_VERSION),
+            advantage=flat("advantage", np.float64, np.nan),
             reward=np.array([row["reward"] for row in rows], dtype=np.float64),
             finish_reason=column("finish_reason"),
             rejected=tuple(self._rejected),
@@ -139,34 +142,34 @@ class RowBuilder:
             if row.get(key) is None:
                 near = difflib.get_close_matches(key, [name for name in row if name not in OPTIONAL], 1)
                 hint = f" (is {near[0]!r} meant?)" if near and near[0] not in REQUIRED else ""
-                raise _Misfit(f"{key} is missing{hint}")
+                raise Misfit(f"{key} is missing{hint}")
         prompt = self._token_ids(row["prompt_ids"], "prompt_ids")
         response = self._token_ids(row["response_ids"], "response_ids")
         if not len(prompt):
-            raise _Misfit("prompt_ids is empty, so the first response token has no prefix to be scored on")
+            raise Misfit("prompt_ids is empty, so the first response token has no prefix to be scored on")
         if not len(response):
-            raise _Misfit("response_ids is empty")
+            raise Misfit("response_ids is empty")
         n = len(response)
         return {
-            "sequence_id": _name(row["sequence_id"], "sequence_id"),
-            "group_id": _name(row["group_id"], "group_id"),
+            "sequence_id": name_of(row["sequence_id"], "sequence_id"),
+            "group_id": name_of(row["group_id"], "group_id"),
             "prompt": prompt,
             "response": response,
-            "sampler_logprob": _floats(row.get("sampler_logprobs"), "sampler_logprobs", n),
-            "trainer_logprob": _floats(row.get("trainer_logprobs"), "trainer_logprobs", n),
-            "loss_mask": _mask(row.get("loss_mask"), n),
-            "sampler_version": _versions(row.get("sampler_version"), n),
-            "advantage": _floats(row.get("advantages"), "advantages", n, scalar=True),
-            "reward": _reward(row.get("reward")),
+            "sampler_logprob": floats(row.get("sampler_logprobs"), "sampler_logprobs", n),
+            "trainer_logprob": floats(row.get("trainer_logprobs"), "trainer_logprobs", n),
+            "loss_mask": mask_of(row.get("loss_mask"), n),
+            "sampler_version": versions_of(row.get("sampler_version"), n),
+            "advantage": floats(row.get("advantages"), "advantages", n, scalar=True),
+            "reward": reward_of(row.get("reward")),
             "finish_reason": None if row.get("finish_reason") is None else str(row["finish_reason"]),
         }
 
     def _token_ids(self, value: Any, key: str) -> Ints:
-        ids = _integers(value, key)
+        ids = integers(value, key)
         if len(ids) and ids.min() < 0 and self._ids_known:
-            raise _Misfit(f"{key} holds the negative id {ids.min()}")
+            raise Misfit(f"{key} holds the negative id {ids.min()}")
         if len(ids) and self._vocab_size is not None and ids.max() >= self._vocab_size:
-            raise _Misfit(f"{key} holds id {ids.max()}, outside the vocabulary of {self._vocab_size}")
+            raise Misfit(f"{key} holds id {ids.max()}, outside the vocabulary of {self._vocab_size}")
         return ids
 
     def _without_odd_values(self, row: dict[str, Any], file: str, number: int) -> dict[str, Floats]:
@@ -174,12 +177,14 @@ class RowBuilder:
         cleaned = {}
         for key, name in (("sampler_logprob", "sampler_logprobs"), ("trainer_logprob", "trainer_logprobs")):
             values = row[key]
+            if values is None:
+                continue
             # The minimum is NaN or infinite where any value is, and the comparison with it False.
             if len(values) and values.min() >= LOWEST_LOGPROB and values.max() <= POSITIVE_TOLERANCE:
                 continue
             if np.isnan(values).all():
                 continue  # absent as a whole: said once for the step, not row by row
-            counted = row["loss_mask"]
+            counted = np.ones(len(values), dtype=np.bool_) if row["loss_mask"] is None else row["loss_mask"]
             kinds = Counter(
                 {
                     "null or NaN": int((np.isnan(values) & counted).sum()),
@@ -203,89 +208,6 @@ class RowBuilder:
             inside = file.is_relative_to(self._root)
             self._names[file] = (file.relative_to(self._root) if inside else file).as_posix()
         return self._names[file]
-
-
-def _array(value: Any, key: str) -> Floats:
-    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
-        return value
-    try:
-        array = np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        raise _Misfit(f"{key} holds values that are not numbers") from None
-    return array
-
-
-def _integers(value: Any, key: str) -> Ints:
-    if isinstance(value, np.ndarray) and value.dtype.kind == "i" and value.ndim == 1:
-        return value
-    # Ids written as text, or true and false in their place, are a writer's mistake even where they look like numbers.
-    if isinstance(value, list):
-        kinds = set(map(type, value))
-        if kinds == {int} and min(value) > -(2**53) and max(value) < 2**53:
-            return np.array(value, dtype=np.int64)
-    else:
-        kinds = {type(item) for item in np.asarray(value).ravel()[:1].tolist()}
-    if kinds & {bool, str}:
-        raise _Misfit(f"{key} holds values that are not integers")
-    array = _array(value, key)
-    if array.ndim != 1:
-        raise _Misfit(f"{key} is not a flat list")
-    # 2^53: beyond it a float64 no longer holds every integer, and no id is that large.
-    if not bool((np.isfinite(array) & (array == np.floor(array)) & (np.abs(array) < 2**53)).all()):
-        raise _Misfit(f"{key} holds values that are not integers")
-    return array.astype(np.int64)
-
-
-def _floats(value: Any, key: str, length: int, scalar: bool = False) -> Floats:
-    if value is None:
-        return np.full(length, np.nan)
-    array = _array(value, key)
-    if scalar and array.ndim == 0:
-        return np.full(length, float(array))
-    if array.ndim != 1:
-        raise _Misfit(f"{key} is not a flat list")
-    if len(array) != length:
-        raise _Misfit(f"{key} has {len(array)} values for {length} response tokens")
-    return array
-
-
-def _mask(value: Any, length: int) -> Bools:
-    if value is None:
-        return np.ones(length, dtype=np.bool_)
-    if isinstance(value, np.ndarray) and value.dtype == np.bool_ and value.shape == (length,):
-        return value
-    mask = _floats(value, "loss_mask", length)
-    ones: Bools = mask == 1.0
-    if not bool((ones | (mask == 0.0)).all()):
-        raise _Misfit("loss_mask holds values other than 0 and 1")
-    return ones
-
-
-def _versions(value: Any, length: int) -> Ints:
-    if value is None:
-        return np.full(length, UNKNOWN_VERSION, dtype=np.int64)
-    versions = _integers(np.atleast_1d(value) if np.ndim(value) == 0 else value, "sampler_version")
-    if len(versions) == 1 and np.ndim(value) == 0:
-        versions = np.repeat(versions, length)
-    if len(versions) != length:
-        raise _Misfit(f"sampler_version has {len(versions)} values for {length} response tokens")
-    if versions.min() < 0:
-        raise _Misfit(f"sampler_version holds the negative version {versions.min()}")
-    return versions
-
-
-def _reward(value: Any) -> float:
-    """A reward that is no number (a table of parts, say) is null: nothing but its mean is ever taken from it."""
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _name(value: Any, key: str) -> str:
-    name = str(value)
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise _Misfit(f"{key} is not valid text") from None
-    return name
 
 
 def _same(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
