@@ -154,6 +154,11 @@ def breakdown_text(broken: Sequence[int], level: str, threshold: float) -> str:
     return f"breakdown: {level} ESS surely < {threshold:g}, at step {ranges(list(broken))}"
 
 
+def breakdown_steps(broken: Sequence[int]) -> str:
+    """The same where the figure shows level and threshold already."""
+    return f"breakdown, step {ranges(list(broken))}"
+
+
 def breakdown_patch(text: str) -> Patch:
     """The shade as a legend handle."""
     return Patch(color=RED, alpha=2 * _SHADE, linewidth=0, label=text)

@@ -116,7 +116,7 @@ def plot_ess(analysis: Analysis, level: str, threshold: float) -> Figure | None:
     broken = _breakdown_steps(analysis, level, threshold)
     style.mark_breakdown(panels[:1], broken)
     handles: list[Any] = [style.handle(colour, f"{lvl} level") for lvl, colour in zip(LEVELS, colours, strict=True)]
-    _legend(figure, handles, broken, level, threshold)
+    _legend(figure, handles, broken)
     return figure
 
 
@@ -170,7 +170,7 @@ def plot_distributions(analysis: Analysis, level: str, threshold: float) -> Figu
     panels[0].set_ylabel("nats")
     broken = _breakdown_steps(analysis, level, threshold)
     style.mark_breakdown(panels, broken)
-    _legend(figure, style.quantile_legend(), broken, level, threshold)
+    _legend(figure, style.quantile_legend(), broken)
     return figure
 
 
@@ -216,9 +216,9 @@ def _breakdown_steps(analysis: Analysis, level: str, threshold: float) -> list[i
     return [step.step for step in report.judged if step.status(threshold) is Status.BREAKDOWN]
 
 
-def _legend(figure: Figure, handles: list[Any], broken: list[int], level: str, threshold: float) -> None:
+def _legend(figure: Figure, handles: list[Any], broken: list[int]) -> None:
     if broken:
-        handles = [*handles, style.breakdown_patch(style.breakdown_text(broken, level, threshold))]
+        handles = [*handles, style.breakdown_patch(style.breakdown_steps(broken))]
     figure.legend(
         handles=handles,
         loc="outside lower center",
