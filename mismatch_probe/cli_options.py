@@ -33,6 +33,14 @@ class Intervals(StrEnum):
     percentile = "percentile"
 
 
+class GradientTarget(StrEnum):
+    """Weights of the on-policy target that updates are compared with."""
+
+    token = "token"
+    per_decision = "per-decision"
+    sequence = "sequence"
+
+
 class DataFormat(StrEnum):
     """Formats of commands for people and programs."""
 
@@ -75,6 +83,11 @@ ConstancyMarginOption = Annotated[
     float,
     typer.Option(min=0.01, max=10, help="Change of the discrepancy's mean square over the run that counts as none."),
 ]
+GradientOption = Annotated[
+    bool, typer.Option("--gradient/--no-gradient", help="Compare the head's update under each correction.")
+]
+GradientTargetOption = Annotated[GradientTarget, typer.Option(help="Weights pi / mu of the on-policy update.")]
+ClipOption = Annotated[float, typer.Option(min=0.001, max=0.999, help="PPO's clip range epsilon.")]
 SkipBadRowsOption = Annotated[
     bool, typer.Option("--skip-bad-rows", help="Set aside lines and files that cannot be parsed.")
 ]

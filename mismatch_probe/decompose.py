@@ -26,12 +26,14 @@ from mismatch_probe.scoring.score import GIVES_NO_NUMBER, StepScorer, StepScores
 from mismatch_probe.selection import StepSelection, limit_sequences
 from mismatch_probe.stats.breakdown import DEFAULT_LEVEL, DEFAULT_RATIO, DEFAULT_THRESHOLD, Rule
 from mismatch_probe.stats.constancy import DEFAULT_MARGIN
+from mismatch_probe.stats.corrections import DEFAULT_TARGET
 from mismatch_probe.stats.intervals import DEFAULT_METHOD
 from mismatch_probe.stats.summary import BiasVectors
 from mismatch_probe.table_io import table_of, write_table
 from mismatch_probe.tables import REJECTED, SEQUENCES, STEPS
 from mismatch_probe.tables_trends import TRENDS
 from mismatch_probe.trends import RunTrends
+from mismatch_probe.updates import UpdateOptions, chosen_tokens, update_row
 
 
 class Progress(Protocol):
@@ -71,6 +73,9 @@ class DecomposeOptions:
     skip_bad_rows: bool = False
     strict: bool = False
     nearest: bool = False
+    gradient: bool = True
+    gradient_target: str = DEFAULT_TARGET
+    clip_eps: float = 0.2
 
 
 def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progress, overwrite: bool = False) -> None:
@@ -124,6 +129,7 @@ class _Job:
             options.seed,
             options.intervals,
         )
+        self._updates = UpdateOptions(options.gradient, options.gradient_target, options.clip_eps)
         self._bias = BiasVectors()
         self.trends = RunTrends(options.constancy_margin, options.confidence, options.seed)
         self._digests: dict[str, str] = {}
@@ -153,12 +159,15 @@ class _Job:
         for notice in (*rollouts.notices, *checkpoints.problems, *checkpoints.approximations, *checkpoints.notes):
             self._say(notice)
         self._progress.step(step.index, sum(tokens for _, tokens in checkpoints.forward_passes(rollouts)))
-        scores = self._score(rollouts, checkpoints)
+        scores = self._score(rollouts, checkpoints, step.index)
         one_lineage = self._run.sampler_checkpoints is None
         data = join(step.index, rollouts, scores, version, one_lineage, checkpoints.gaps)
         write_table(token_table(data, self.provenance), out / "tokens" / f"step={step.index}" / "part-0.parquet")
         reasons = (*semantic_reasons(self._run), *checkpoints.problems, *checkpoints.approximations)
         row, summary = step_row(data, self._judgement, self._bias, reasons)
+        more, why = update_row(data, self._judgement, self._updates)
+        row |= more
+        row["reasons"] += why
         self._bias = summary.bias
         self.trends.add(data, summary)
         self.places.append(place_table(step.index, summary.places, self.provenance))
@@ -200,11 +209,12 @@ class _Job:
             "notices": [*run.notices, *self._notices],
         }
 
-    def _score(self, rollouts: Rollouts, checkpoints: StepCheckpoints) -> StepScores:
+    def _score(self, rollouts: Rollouts, checkpoints: StepCheckpoints, step: int) -> StepScores:
         if self._run.trainer_checkpoints is None:
             return StepScores(len(rollouts.response.values))
+        wanted = chosen_tokens(rollouts, self._options.seed, step) if self._updates.gradient else None
         try:
-            scores = self._scorer.score(rollouts, halves(rollouts), checkpoints.trainer, checkpoints.sampler)
+            scores = self._scorer.score(rollouts, halves(rollouts), checkpoints.trainer, checkpoints.sampler, wanted)
         except torch.OutOfMemoryError:
             raise UsageError(
                 f"{self._scoring.torch_device()}: out of memory. Lower --max-tokens (now {self._scoring.max_tokens})"

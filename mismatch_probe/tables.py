@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 import pyarrow as pa
 
-
-@dataclass(frozen=True)
-class Column:
-    """A column: ``interval`` adds ``_ci_low`` and ``_ci_high`` beside it."""
-
-    name: str
-    type: pa.DataType
-    definition: str
-    unit: str = ""
-    interval: bool = False
-
+from mismatch_probe.columns import Column as Column
+from mismatch_probe.tables_gradient import GRADIENT
 
 _F, _I, _S = pa.float64(), pa.int64(), pa.string()
 _CATEGORY = pa.dictionary(pa.int32(), pa.string())
@@ -190,6 +180,7 @@ STEPS = (
             ),
         )
     ),
+    *GRADIENT,
     _nats("noise_floor_rms", "rms difference between log-probs scored in a batch and alone"),
     _nats("noise_floor_max", "largest such difference"),
     Column("noise_floor_tokens", _I, "tokens scored twice for it"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mismatch_probe.scoring.network import Network
+from mismatch_probe.scoring.sketch import Factors, HeadSketch
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class PairScores:
     ``kl_stale_trainer`` is KL(pi_s || pi) and ``kl_trainer_stale`` KL(pi || pi_s), nats, (n,).
     ``total_variation`` is half the L1 norm of pi_s - pi, (n,).
     ``bias_sum`` sums the vectors pi_s - pi over the prefixes of each half of the prompt groups, (2, V).
+    ``factors`` are those of the head's gradient, where a sketch was given.
     """
 
     stale: TokenScores
@@ -38,11 +40,19 @@ class PairScores:
     kl_trainer_stale: Tensor
     total_variation: Tensor
     bias_sum: Tensor
+    factors: Factors | None = None
 
 
 @torch.inference_mode()
-def score(network: Network, hidden: Tensor, token_ids: Tensor, temperature: float, chunk_elements: int) -> TokenScores:
-    """Log-prob of each token and entropy of its prefix.
+def score(
+    network: Network,
+    hidden: Tensor,
+    token_ids: Tensor,
+    temperature: float,
+    chunk_elements: int,
+    sketch: HeadSketch | None = None,
+) -> tuple[TokenScores, Factors | None]:
+    """Log-prob of each token and entropy of its prefix, and the factors of the head's gradient where they are wanted.
 
     Args:
         network: gives the head.
@@ -50,12 +60,17 @@ def score(network: Network, hidden: Tensor, token_ids: Tensor, temperature: floa
         token_ids: (n,).
         temperature: logits are divided by it.
         chunk_elements: bound on the entries of a (tokens, vocabulary) array.
+        sketch: of the head, for its gradient's factors; None for none.
     """
     token_ids = token_ids.to(hidden.device)
     scores = TokenScores(*_empty(2, hidden))
+    factors = None if sketch is None else sketch.empty(hidden)
     for span in _chunks(len(token_ids), network.vocab_size, chunk_elements):
-        _put(scores, span, token_ids[span], *_distributions(network, hidden[span], temperature))
-    return scores
+        logp, p = _distributions(network, hidden[span], temperature)
+        _put(scores, span, token_ids[span], logp, p)
+        if sketch is not None and factors is not None:
+            sketch.put(factors, span, token_ids[span], hidden[span], None, p)
+    return scores, factors
 
 
 @torch.inference_mode()
@@ -66,6 +81,7 @@ def compare(
     half: Tensor,
     temperature: float,
     chunk_elements: int,
+    sketch: HeadSketch | None = None,
 ) -> PairScores:
     """Both networks on the same prefixes, in one pass over tokens; NaN where a network gives NaN.
 
@@ -75,6 +91,7 @@ def compare(
         half: 0 or 1, which half of the prompt groups the token belongs to, (n,).
         temperature: logits of both are divided by it.
         chunk_elements: bound on the entries of a (tokens, vocabulary) array.
+        sketch: of the trainer's head, for its gradient's factors; None for none.
     """
     vocab_size = stale[0].vocab_size
     token_ids, half = token_ids.to(stale[1].device), half.to(stale[1].device)
@@ -86,9 +103,10 @@ def compare(
         kl_trainer_stale=kl_ts,
         total_variation=variation,
         bias_sum=torch.zeros(2, vocab_size, dtype=torch.float64, device=stale[1].device),
+        factors=None if sketch is None else sketch.empty(trainer[1]),
     )
     for span in _chunks(len(token_ids), vocab_size, chunk_elements):
-        _compare_chunk(pair, span, (stale, trainer), token_ids[span], half[span], temperature)
+        _compare_chunk(pair, span, (stale, trainer), token_ids[span], half[span], temperature, sketch)
     return pair
 
 
@@ -99,6 +117,7 @@ def _compare_chunk(
     token_ids: Tensor,
     half: Tensor,
     temperature: float,
+    sketch: HeadSketch | None,
 ) -> None:
     """Fill the tokens of one chunk. A function of its own: its arrays are gone before the next chunk's are made."""
     (stale, stale_states), (trainer, trainer_states) = networks
@@ -106,6 +125,8 @@ def _compare_chunk(
     logp_t, p_t = _distributions(trainer, trainer_states[span], temperature)
     _put(pair.stale, span, token_ids, logp_s, p_s)
     _put(pair.trainer, span, token_ids, logp_t, p_t)
+    if sketch is not None and pair.factors is not None:
+        sketch.put(pair.factors, span, token_ids, trainer_states[span], p_s, p_t)
     gap = logp_s.sub_(logp_t)
     kl = _dot(p_s, gap).clamp_min_(0.0)
     pair.kl_stale_trainer[span] = kl

@@ -97,6 +97,11 @@ class Network:
         """Width of the hidden states that the head takes, H."""
         return self.weight.shape[1]
 
+    @property
+    def caps_logits(self) -> bool:
+        """True when the logits pass through a tanh, so that the head's gradient has its slope in it."""
+        return self._softcap is not None
+
     @torch.inference_mode()
     def hidden(self, ids: Tensor) -> Tensor:
         """Final hidden states of right-padded ids: (B, T) -> (B, T, H).

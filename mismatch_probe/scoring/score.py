@@ -15,6 +15,7 @@ from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Rollouts
 from mismatch_probe.scoring.head import PairScores, TokenScores, compare, score
 from mismatch_probe.scoring.network import NetworkCache, ScoringOptions
 from mismatch_probe.scoring.plan import STATE_BYTES, batches, shards
+from mismatch_probe.scoring.sketch import HeadSketch, StepFactors
 from mismatch_probe.scoring.states import hidden_states
 
 GIVES_NO_NUMBER = "gives no number (NaN weights or overflow)"
@@ -30,6 +31,7 @@ class StepScores:
     ``bias_lag_sum`` sums pi_s - pi over the tokens of each half of the prompt groups, (2, V), and
     ``bias_lag_tokens`` counts them, (2,); None where no token had both. ``noise`` holds the difference between the
     log-probs of the same tokens scored in a batch and alone. ``reasons`` says, with token counts, what was not scored.
+    ``factors`` are those of the head's gradient, where they were wanted.
     """
 
     tokens: int
@@ -44,6 +46,7 @@ class StepScores:
     bias_lag_tokens: Ints = field(default_factory=lambda: np.zeros(2, dtype=np.int64))
     noise: Floats = field(default_factory=lambda: np.zeros(0))
     reasons: dict[str, int] = field(default_factory=dict)
+    factors: StepFactors | None = None
 
     def __post_init__(self) -> None:
         for name in COLUMNS:
@@ -82,9 +85,15 @@ class StepScorer:
         self._options, self._on_tokens, self._on_unusable = options, on_tokens, on_unusable
         self._networks = NetworkCache(options, base=base)
         self._unusable: set[Path] = set()
+        self._sketch: HeadSketch | None = None
 
     def score(
-        self, rollouts: Rollouts, half: Ints, trainer: Path | None, sampler: Callable[[int], Path | None]
+        self,
+        rollouts: Rollouts,
+        half: Ints,
+        trainer: Path | None,
+        sampler: Callable[[int], Path | None],
+        gradient: Bools | None = None,
     ) -> StepScores:
         """Score every counted token: the trainer's weights once, then each sampler version on its own tokens.
 
@@ -93,6 +102,7 @@ class StepScorer:
             half: 0 or 1 for each sequence, by prompt group, (n,).
             trainer: checkpoint of the trainer's current weights, None when there is none.
             sampler: checkpoint of a sampler version, or None.
+            gradient: tokens whose factors of the head's gradient are wanted, (tokens,); None for none.
 
         Raises:
             CheckpointError: a checkpoint cannot be loaded, or two of them differ in vocabulary.
@@ -105,6 +115,8 @@ class StepScorer:
         trainer = self._usable(trainer)
         if trainer is None and counted.any():
             _count(scores.reasons, "no checkpoint of the trainer's weights at this step", int(counted.sum()))
+        if gradient is not None and trainer is not None:
+            scores.factors = self._prepare(trainer, gradient)
         held = None
         if trainer is not None and counted.sum() <= self._tokens_held(trainer):
             held = self._states(trainer, rollouts, counted)
@@ -143,20 +155,25 @@ class StepScorer:
             assert trainer_states is not None
             stale_states = self._states(stale, rollouts, part)
             pair = (self._networks.get(stale), stale_states), (self._networks.get(trainer), trainer_states)
-            found = compare(*pair, ids, torch.from_numpy(half_of_token), *self._bounds)
+            sketch = self._sketch_for(scores, place)
+            found = compare(*pair, ids, torch.from_numpy(half_of_token), *self._bounds, sketch)
+            factors = found.factors
             for name, values in _columns(found).items():
                 getattr(scores, name)[place] = values.cpu().numpy()
             known = np.isfinite(scores.kl_stale_trainer[place])
             scores.add_bias(found.bias_sum.cpu().numpy(), half_of_token[known])
         else:
             states = self._states(_either(paths), rollouts, part) if trainer_states is None else trainer_states
-            one = score(self._networks.get(_either(paths)), states, ids, *self._bounds)
+            sketch = self._sketch_for(scores, place) if stale is not None and trainer is not None else None
+            one, factors = score(self._networks.get(_either(paths)), states, ids, *self._bounds, sketch)
             _put_one(scores, one, place, stale is not None, trainer is not None)
             if stale is not None and trainer is not None:
                 # The same weights: the lag is zero by identity, not by measurement.
                 for name in ("kl_stale_trainer", "kl_trainer_stale", "total_variation"):
                     getattr(scores, name)[place] = 0.0
                 scores.add_bias(np.zeros((2, self._networks.get(stale).vocab_size)), half_of_token)
+        if factors is not None and scores.factors is not None:
+            scores.factors.put(factors, place)
         for role, own in (("stale", stale), ("trainer", trainer)):
             if own is not None:
                 lost = int(np.isnan(getattr(scores, f"{role}_logprob")[place]).sum())
@@ -180,9 +197,21 @@ class StepScorer:
             alone = mine & (sequence == row)
             ids = torch.from_numpy(rollouts.response.values[alone])
             states = self._states(path, rollouts, alone, count_tokens=False)
-            again = score(self._networks.get(path), states, ids, *self._bounds).logprob.cpu().numpy()
-            gap = again - before[alone]
+            again, _ = score(self._networks.get(path), states, ids, *self._bounds)
+            gap = again.logprob.cpu().numpy() - before[alone]
             scores.noise = np.concatenate([scores.noise, gap[~np.isnan(gap)]])
+
+    def _prepare(self, trainer: Path, gradient: Bools) -> StepFactors | None:
+        network = self._networks.get(trainer)
+        if network.caps_logits:
+            return None
+        if self._sketch is None or self._sketch.shape != tuple(network.weight.shape):
+            self._sketch = HeadSketch(network.weight)
+        return StepFactors(gradient, self._sketch)
+
+    def _sketch_for(self, scores: StepScores, place: Ints) -> HeadSketch | None:
+        """The sketch, where one of these tokens' factors is wanted."""
+        return self._sketch if scores.factors is not None and bool(scores.factors.wanted[place].any()) else None
 
     @property
     def _bounds(self) -> tuple[float, int]:
