@@ -85,7 +85,8 @@ class HeadSketch:
             stale: probabilities under pi_s, (n, V); None where its weights are the trainer's.
             trainer: probabilities under pi, (n, V).
         """
-        drawn, mean = self._drawn(token_ids, trainer.shape[1]), self._project(trainer)
+        narrow = trainer.to(self.dtype)
+        drawn, mean = self._drawn(token_ids, trainer.shape[1]), self._project(narrow)
         into.score[span] = drawn - mean
         into.state[span] = hidden.to(self.dtype) if self._columns is None else hidden.to(self.dtype) @ self._columns
         if stale is None:
@@ -94,8 +95,9 @@ class HeadSketch:
         at = token_ids[:, None]
         # A token that pi_s gives no mass at all has the capped weight, unless pi gives it none either.
         weight = (trainer.gather(-1, at) / stale.gather(-1, at)).nan_to_num_(1.0, CAP).clamp_max_(CAP)
-        mass = torch.minimum(trainer, CAP * stale)
-        left = (mass.sum(-1, keepdim=True) - weight).to(self.dtype)
+        mass = stale.to(self.dtype, copy=True).mul_(CAP)
+        torch.minimum(narrow, mass, out=mass)
+        left = mass.sum(-1, keepdim=True) - weight.to(self.dtype)
         into.centred[span] = weight.to(self.dtype) * drawn - self._project(mass) + left * mean
 
     def _drawn(self, token_ids: Tensor, vocab_size: int) -> Tensor:
@@ -104,7 +106,6 @@ class HeadSketch:
         return self._rows[token_ids]
 
     def _project(self, mass: Tensor) -> Tensor:
-        mass = mass.to(self.dtype)
         return mass if self._rows is None else mass @ self._rows
 
 

@@ -87,6 +87,8 @@ def gradient_bias(tokens: TokenGradients, intervals: ClusterIntervals, bounds: B
     if not tokens.advantage.any():
         return GradientBias(values, reasons=["gradient: every advantage is zero, so there is no update"])
     updates = _updates(tokens, intervals.n_groups, bounds, target)
+    if not _finite(updates["target"]):
+        return GradientBias(values, reasons=["gradient: its target is beyond float64, log-ratios of hundreds of nats"])
     counts = np.bincount(tokens.levels.group, minlength=intervals.n_groups).astype(np.float64)
     found: dict[str, Interval] = {"gradient_signal": _signal(updates["target"], counts, intervals)}
     errors, lost = [0.0], []
