@@ -34,7 +34,11 @@ GRADIENT = (
     ),
     _number("gradient_signal", "share of the target's squared length that is expectation, not the draw of prompts"),
     _number("gradient_target_ess", "ESS of the target's weights; below 1/2 there is no target", False),
-    _number("gradient_sketch_error", "largest standard error of these numbers by the projection; 0 = exact", False),
+    _number(
+        "gradient_sketch_error",
+        "largest standard error by the projection, relative for numbers above 1; 0 = exact",
+        False,
+    ),
     Column("gradient_tokens", pa.int64(), "tokens of the sequences whose gradients were compared"),
     Column("gradient_advantages", pa.string(), "logged, or reward - group mean; null = neither is known"),
     _number("clip_share_positive", "share of tokens with A > 0 whose lag ratio is outside [1 - eps, 1 + eps]"),

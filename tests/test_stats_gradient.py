@@ -143,6 +143,15 @@ def test_signal_is_the_share_of_the_expected_update() -> None:
     assert abs(np.mean(pure)) < 3 * np.std(pure) / math.sqrt(len(pure))
 
 
+def test_signal_is_the_mean_product_of_different_groups() -> None:
+    tokens = drawn(5, 3, np.random.default_rng(9))
+    weights = tokens.advantage * np.exp(tokens.discrepancy + tokens.lag)
+    each = np.einsum("n,ni,nj->nij", weights, tokens.score, tokens.state).reshape(5, 3, -1).sum(axis=1)
+    pairs = each @ each.T
+    between = (pairs.sum() - np.trace(pairs)) / (5 * 4)
+    assert found_by(tokens).intervals["gradient_signal"].value == pytest.approx(between / (pairs.sum() / 25), abs=1e-9)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_interval_method_works(method: str) -> None:
     found = found_by(drawn(12, 8, np.random.default_rng(5)), method=method)

@@ -103,16 +103,16 @@ def test_no_gradient_leaves_it_out_and_keeps_the_rest(planted: Planted, tmp_path
 
 def test_clipping_by_hand() -> None:
     """Eight tokens in two groups, epsilon .2: 1.2 is e^.182 and .8 is e^-.223."""
-    lag = np.array([0.3, 0.1, -0.3, 0.25, -0.25, 0.15, np.nan, 0.3])
+    lag = np.array([0.3, 0.1, -0.3, 0.25, -0.25, -0.3, np.nan, 0.3])
     discrepancy = np.array([0.0, 0.1, 0.0, -0.1, 0.1, 0.0, 0.0, 0.0])
     advantage = np.array([1.0, 2.0, 1.0, -1.0, -1.0, -1.0, 1.0, 0.0])
     levels = Levels(np.array([0, 0, 0, 1, 1, 1, 1, 1]), np.array([0, 1]))
     known = split(np.zeros(8), discrepancy, discrepancy + lag)
     found = sign_skew(known, advantage, levels, ClusterIntervals(2), 0.2)
     assert found["clip_share_positive"].value == pytest.approx(2 / 3)
-    assert found["clip_share_negative"].value == pytest.approx(2 / 3)
-    # Tokens 0, 2, 3 and 4 are outside; their d are .3, -.3, .15 and -.15.
-    assert found["clip_skew"].value == pytest.approx((0.3 - 0.3 - 0.15 + 0.15) / 4)
+    assert found["clip_share_negative"].value == 1.0
+    # Tokens 0, 2, 3, 4 and 5 are outside; their d are .3, -.3, .15, -.15 and -.3.
+    assert found["clip_skew"].value == pytest.approx((0.3 - 0.3 - 0.15 + 0.15 + 0.3) / 5)
     # Token 1 is clipped on .2 and not on .1, token 4 on -.25 and not on -.15; the rest stay as they are.
     assert found["clip_flips"].value == pytest.approx(2 / 6)
     assert (found["clip_flips"].low, found["clip_flips"].high) == (found["clip_flips"].value,) * 2  # 1 of 3 in both

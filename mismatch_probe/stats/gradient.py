@@ -207,7 +207,9 @@ def _signal(target: Floats, counts: Floats, intervals: ClusterIntervals) -> Inte
 
 
 def _sketch_errors(update: Floats, target: Floats, statistic: Callable[[Floats], Floats]) -> list[float]:
-    """Standard error that the projection alone gives the statistic: jackknife over blocks of either side."""
+    """Standard error that the projection alone gives the statistic: jackknife over blocks of either side. Relative to
+    the mean of the replicates where that is above 1, as lengths are under giant weights.
+    """
     variance = 0.0
     for axis in (0, 1):
         blocks = np.array_split(np.arange(update.shape[axis]), SKETCH_BLOCKS)
@@ -217,5 +219,10 @@ def _sketch_errors(update: Floats, target: Floats, statistic: Callable[[Floats],
         ]
         with np.errstate(divide="ignore", invalid="ignore"):
             each = np.array([float(statistic(sums)) for sums in left_out])
-        variance += (SKETCH_BLOCKS - 1) / SKETCH_BLOCKS * float(np.square(each - each.mean()).sum())
+        variance += (
+            (SKETCH_BLOCKS - 1)
+            / SKETCH_BLOCKS
+            * float(np.square(each - each.mean()).sum())
+            / max(1.0, each.mean() ** 2)
+        )
     return [math.sqrt(variance)]
