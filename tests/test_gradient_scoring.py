@@ -117,10 +117,12 @@ def test_a_projection_errs_by_what_it_says() -> None:
     true, ours = (gradient_bias(t, ClusterIntervals(10), Bounds(), "token") for t in (whole, projected))
     error = ours.values["gradient_sketch_error"]
     assert true.values["gradient_sketch_error"] == 0.0 and 0.001 < error < 0.1
-    for name in CORRECTIONS:
-        for column in ("relative_size", "cosine", "bias_discrepancy", "bias_lag"):
-            key = f"gradient_{name}_{column}"
-            assert abs(ours.intervals[key].value - true.intervals[key].value) < 3 * error, key
+    off = {
+        key: abs(interval.value - true.intervals[key].value)
+        for key, interval in ours.intervals.items()
+        if key != "gradient_signal"
+    }
+    assert len(off) == 4 * len(CORRECTIONS) and 0.3 * error < max(off.values()) < 1.2 * error, (off, error)
 
 
 def scored(folder: Path, rollouts, wanted: np.ndarray | None = None, **options) -> StepScores:

@@ -105,7 +105,7 @@ def test_clipping_by_hand() -> None:
     """Eight tokens in two groups, epsilon .2: 1.2 is e^.182 and .8 is e^-.223."""
     lag = np.array([0.3, 0.1, -0.3, 0.25, -0.25, -0.3, np.nan, 0.3])
     discrepancy = np.array([0.0, 0.1, 0.0, -0.1, 0.1, 0.0, 0.0, 0.0])
-    advantage = np.array([1.0, 2.0, 1.0, -1.0, -1.0, -1.0, 1.0, 0.0])
+    advantage = np.array([3.0, 2.0, 1.0, -1.0, -1.0, -1.0, 1.0, 0.0])
     levels = Levels(np.array([0, 0, 0, 1, 1, 1, 1, 1]), np.array([0, 1]))
     known = split(np.zeros(8), discrepancy, discrepancy + lag)
     found = sign_skew(known, advantage, levels, ClusterIntervals(2), 0.2)
