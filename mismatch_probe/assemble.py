@@ -17,7 +17,7 @@ from mismatch_probe.stats.ratios import Levels, Split, split
 from mismatch_probe.stats.summary import BiasVectors, StepTokens, Summary, summarise
 
 if TYPE_CHECKING:
-    from mismatch_probe.scoring.score import StepScores
+    from mismatch_probe.scoring.scores import StepScores
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +161,7 @@ def _step_tokens(data: StepData) -> StepTokens:
         kl_stale_trainer=scores.kl_stale_trainer[counted],
         kl_trainer_stale=scores.kl_trainer_stale[counted],
         total_variation=scores.total_variation[counted],
+        same_top=scores.same_top[counted],
         entropy_stale=scores.entropy_stale[counted],
         entropy_trainer=scores.entropy_trainer[counted],
         bias_lag_sums=scores.bias_lag_sum,
@@ -175,6 +176,7 @@ def _step_tokens(data: StepData) -> StepTokens:
         kl_stale_trainer=null,
         kl_trainer_stale=null,
         total_variation=null,
+        same_top=null,
         entropy_stale=null,
         entropy_trainer=null,
         bias_lag_sums=None,

@@ -1,4 +1,4 @@
-"""The command line: one thin function a command. torch is imported only by ``decompose``."""
+"""The command line: one thin function a command. torch is imported only where ``decompose`` runs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from typing import Annotated
 import typer
 
 from mismatch_probe import __version__
+from mismatch_probe.cli_decompose import decompose
 from mismatch_probe.cli_options import (
     AnalysisOption,
-    ClipOption,
-    ConfidenceOption,
-    ConstancyMarginOption,
     DataFormat,
     FigureFormat,
-    GradientOption,
-    GradientTarget,
-    GradientTargetOption,
-    Intervals,
-    IntervalsOption,
     Level,
     LevelOption,
     QuietOption,
@@ -96,77 +89,7 @@ def inspect(
     return ExitCode.OK if computable else ExitCode.NOTHING_TO_JUDGE
 
 
-@app.command(short_help="Split every token's error into numerics and lag.")
-def decompose(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory, as its framework wrote it.")],
-    output: AnalysisOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier analysis.")] = False,
-    steps: Annotated[
-        str | None, typer.Option(help="Steps FIRST:END:STRIDE (end left out), or a list: 10:40:5 or 3,8,20:30.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Sequences a step: whole prompt groups, drawn by seed.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of --limit and of the bootstrap.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[
-        str | None, typer.Option(help="float64, float32, bfloat16 or float16; default: the trainer's own.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Padded tokens in one forward pass; default 2048, on CUDA 16384.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code that comes with a checkpoint.")
-    ] = False,
-    nearest: Annotated[
-        bool,
-        typer.Option("--nearest", help="Where a version has no checkpoint, score the closest; marked approximate."),
-    ] = False,
-    ess_level: LevelOption = Level.sequence,
-    ess_threshold: ThresholdOption = 0.5,
-    ess_ratio: RatioOption = Ratio.lag,
-    confidence: ConfidenceOption = 0.95,
-    intervals: IntervalsOption = Intervals.jackknife,
-    constancy_margin: ConstancyMarginOption = 0.25,
-    gradient: GradientOption = True,
-    gradient_target: GradientTargetOption = GradientTarget.token,
-    clip_eps: ClipOption = 0.2,
-    run_format: RunFormatOption = None,
-    overrides: SetOption = None,
-    skip_bad_rows: SkipBadRowsOption = False,
-    strict: StrictOption = False,
-    quiet: QuietOption = False,
-) -> int:
-    """Re-score every loss token and split its error into engine numerics and stale weights."""
-    from mismatch_probe.cli_decompose import run_decompose
-
-    return run_decompose(
-        run_dir,
-        output,
-        overwrite,
-        run_format,
-        tuple(overrides or ()),
-        quiet,
-        steps=steps,
-        limit=limit,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-        max_tokens=max_tokens,
-        trust_remote_code=trust_remote_code,
-        nearest=nearest,
-        gradient=gradient,
-        gradient_target=gradient_target.value,
-        clip_eps=clip_eps,
-        level=ess_level.value,
-        threshold=ess_threshold,
-        ratio=ess_ratio.value,
-        intervals=intervals.value,
-        constancy_margin=constancy_margin,
-        confidence=confidence,
-        skip_bad_rows=skip_bad_rows,
-        strict=strict,
-    )
+app.command(short_help="Split every token's error into numerics and lag.")(decompose)
 
 
 @app.command(name="ess-report", short_help="ESS with intervals, first breakdown, verdict.")

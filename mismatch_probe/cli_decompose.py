@@ -1,95 +1,108 @@
-"""``decompose`` behind its options: the one command that needs torch."""
+"""The options of ``decompose``."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import pandas as pd
+import typer
 
-from mismatch_probe.errors import ExitCode, UsageError
-from mismatch_probe.folder import analysis_path, open_analysis
-from mismatch_probe.readers import ReadOptions, open_run
-from mismatch_probe.reporters.ess_report import ess_report
-from mismatch_probe.reporters.format import nats
-from mismatch_probe.reporters.terminal import TerminalProgress, approximation_note, decomposition_table, stdout
-from mismatch_probe.selection import StepSelection
-from mismatch_probe.stats.breakdown import Rule
+from mismatch_probe.cli_options import (
+    AnalysisOption,
+    ClipOption,
+    ConfidenceOption,
+    ConstancyMarginOption,
+    GradientOption,
+    GradientTarget,
+    GradientTargetOption,
+    Intervals,
+    IntervalsOption,
+    Level,
+    LevelOption,
+    QuietOption,
+    Ratio,
+    RatioOption,
+    RunFormatOption,
+    SetOption,
+    SkipBadRowsOption,
+    StrictOption,
+    ThresholdOption,
+)
 
 
-def run_decompose(
-    run_dir: Path,
-    output: Path | None,
-    overwrite: bool,
-    run_format: str | None,
-    overrides: tuple[str, ...],
-    quiet: bool,
-    **options: Any,
+def decompose(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory, as its framework wrote it.")],
+    output: AnalysisOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier analysis.")] = False,
+    steps: Annotated[
+        str | None, typer.Option(help="Steps FIRST:END:STRIDE (end left out), or a list: 10:40:5 or 3,8,20:30.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Sequences a step: whole prompt groups, drawn by seed.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of --limit and of the bootstrap.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="float64, float32, bfloat16 or float16; default: the trainer's own.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in one forward pass; default 2048, on CUDA 16384.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="Folder of finished scores; default scores/ in the analysis folder.")
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither use nor keep finished scores.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code that comes with a checkpoint.")
+    ] = False,
+    nearest: Annotated[
+        bool,
+        typer.Option("--nearest", help="Where a version has no checkpoint, score the closest; marked approximate."),
+    ] = False,
+    ess_level: LevelOption = Level.sequence,
+    ess_threshold: ThresholdOption = 0.5,
+    ess_ratio: RatioOption = Ratio.lag,
+    confidence: ConfidenceOption = 0.95,
+    intervals: IntervalsOption = Intervals.jackknife,
+    constancy_margin: ConstancyMarginOption = 0.25,
+    gradient: GradientOption = True,
+    gradient_target: GradientTargetOption = GradientTarget.token,
+    clip_eps: ClipOption = 0.2,
+    run_format: RunFormatOption = None,
+    overrides: SetOption = None,
+    skip_bad_rows: SkipBadRowsOption = False,
+    strict: StrictOption = False,
+    quiet: QuietOption = False,
 ) -> int:
-    """Read, decompose, print the table. ``options`` are the fields of DecomposeOptions, ``steps`` as text."""
-    run = open_run(run_dir, ReadOptions(options["skip_bad_rows"], options["strict"], overrides), run_format)
-    text = options.pop("steps")
-    steps = None if text is None else StepSelection(text)
-    from mismatch_probe.decompose import DecomposeOptions, decompose
-    from mismatch_probe.scoring.network import DTYPES
+    """Re-score every loss token and split its error into engine numerics and stale weights."""
+    from mismatch_probe.decompose_command import run_decompose
 
-    if options["dtype"] not in (None, *DTYPES):
-        raise UsageError(f"--dtype {options['dtype']}: unknown. Use {', '.join(DTYPES)}")
-    folder = analysis_path(run_dir, output)
-    with TerminalProgress(quiet) as progress:
-        decompose(run, folder, DecomposeOptions(steps=steps, **options), progress, overwrite)
-    _print_result(run_dir, output)
-    if not quiet:
-        sys.stderr.write(f"wrote {folder}\n")
-    return ExitCode.OK
-
-
-def _print_result(run_dir: Path, output: Path | None) -> None:
-    analysis = open_analysis(run_dir, output)
-    steps, options = analysis.steps, analysis.record["options"]
-    console = stdout()
-    console.print(decomposition_table(steps))
-    console.print()
-    console.print(
-        "D numerics, L stale weights: nats a token. token, seq, prompt: ESS of the lag. KL: prefix KL(pi_s || pi). "
-        f"{_noise_sentence(steps)}",
-        style="dim",
+    return run_decompose(
+        run_dir,
+        output,
+        overwrite,
+        run_format,
+        tuple(overrides or ()),
+        quiet,
+        steps=steps,
+        limit=limit,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        max_tokens=max_tokens,
+        cache=cache,
+        keep_scores=not no_cache,
+        trust_remote_code=trust_remote_code,
+        nearest=nearest,
+        gradient=gradient,
+        gradient_target=gradient_target.value,
+        clip_eps=clip_eps,
+        level=ess_level.value,
+        threshold=ess_threshold,
+        ratio=ess_ratio.value,
+        intervals=intervals.value,
+        constancy_margin=constancy_margin,
+        confidence=confidence,
+        skip_bad_rows=skip_bad_rows,
+        strict=strict,
     )
-    console.print(_bias_sentence(steps), style="dim")
-    note = approximation_note(steps["nearest_gap_max"])
-    if note:
-        console.print(note, style="yellow")
-    report = ess_report(analysis, Rule(options["level"], options["threshold"], options["ratio"]))
-    console.print()
-    console.print(report.verdict, style="bold")
-    console.print(report.numerics)
-    for sentence in report.answers:
-        console.print(sentence)
-
-
-def _noise_sentence(steps: pd.DataFrame) -> str:
-    """What the probe itself adds by its batches, and on how many tokens it was measured."""
-    tokens = int(steps["noise_floor_tokens"].sum())
-    if not tokens:
-        return ""
-    floor = nats(float(steps["noise_floor_max"].max()))
-    return f"Batch shape alone moves a log-prob by at most {floor} nats ({tokens:,} tokens)."
-
-
-def _bias_sentence(steps: pd.DataFrame) -> str:
-    """Size, noise and persistence of the score bias at the last step that has one."""
-    parts = []
-    for part, symbol in (("discrepancy", "D"), ("lag", "L")):
-        known = steps[steps[f"bias_{part}_norm"].notna()]
-        if known.empty:
-            continue
-        step = known.iloc[-1]
-        if step[f"bias_{part}_norm"] == 0:
-            parts.append(f"{symbol} 0 (step {step['step']})")
-            continue
-        cosine = step[f"bias_{part}_cosine_previous"]
-        kept = f", cosine {cosine:.2f} with the step before" if cosine == cosine else ""
-        mean = f"mean vector {step[f'bias_{part}_norm']:.1e} +- {step[f'bias_{part}_noise']:.1e}{kept}"
-        parts.append(f"{symbol} {nats(step[f'bias_{part}_tv'])} (step {step['step']}; {mean})")
-    return f"Score bias, total variation: {'; '.join(parts)}." if parts else "Score bias: null."

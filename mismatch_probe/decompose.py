@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-import platform
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import torch
 
-from mismatch_probe import __version__
-from mismatch_probe.assemble import Judgement, halves, join, step_row
+from mismatch_probe.assemble import Judgement, join, step_row
 from mismatch_probe.checkpoints.describe import digest
-from mismatch_probe.errors import BadFileError, CheckpointError, NothingToJudgeError, UsageError
-from mismatch_probe.folder import Staging
-from mismatch_probe.resolve import StepCheckpoints, semantic_reasons, set_aside
+from mismatch_probe.errors import CheckpointError, NothingToJudgeError
+from mismatch_probe.executors.local import LocalExecutor
+from mismatch_probe.executors.plan import Callbacks, Executor
+from mismatch_probe.folder import SCORES, Staging
+from mismatch_probe.planning import Planner, Planning, StepPlan
+from mismatch_probe.record import record, relative, run_name
+from mismatch_probe.resolve import semantic_reasons
 from mismatch_probe.rows import place_table, sequence_rows, token_table
-from mismatch_probe.run import Rejected, Rollouts, Run, Step
+from mismatch_probe.run import Rejected, Run, Step
+from mismatch_probe.scoring.cache import ScoreCache
 from mismatch_probe.scoring.network import ScoringOptions
-from mismatch_probe.scoring.score import GIVES_NO_NUMBER, StepScorer, StepScores
-from mismatch_probe.selection import StepSelection, limit_sequences
+from mismatch_probe.scoring.scores import GIVES_NO_NUMBER, StepScores
+from mismatch_probe.selection import StepSelection
 from mismatch_probe.stats.breakdown import DEFAULT_LEVEL, DEFAULT_RATIO, DEFAULT_THRESHOLD, Rule
 from mismatch_probe.stats.constancy import DEFAULT_MARGIN
 from mismatch_probe.stats.corrections import DEFAULT_TARGET
@@ -76,10 +78,14 @@ class DecomposeOptions:
     gradient: bool = True
     gradient_target: str = DEFAULT_TARGET
     clip_eps: float = 0.2
+    cache: Path | None = None
+    keep_scores: bool = True
 
 
 def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progress, overwrite: bool = False) -> None:
     """Decompose the chosen steps of a run and write the tables.
+
+    Scores that are finished outlive whatever ends the process: the same command goes on from them.
 
     Raises:
         NothingToJudgeError: no step held a token that could be compared; an earlier analysis stays in place.
@@ -90,12 +96,8 @@ def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progr
         progress.notice(notice)
     progress.start(len(steps))
     with Staging(folder, overwrite) as staging:
-        job = _Job(run, options, progress)
-        for step in steps:
-            try:
-                job.decompose_step(step, staging.path)
-            except CheckpointError as error:
-                raise CheckpointError(f"{error}. Or pass --skip-bad-rows to leave its tokens out") from None
+        job = _Job(run, options, progress, folder)
+        job.decompose(steps, staging.path)
         if not job.compared:
             raise NothingToJudgeError(_nothing(run, job))
         write_table(table_of(job.step_rows, STEPS, job.provenance), staging.path / "steps.parquet")
@@ -109,9 +111,9 @@ def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progr
 
 
 class _Job:
-    """The state that passes from step to step: loaded networks, the last bias vectors, the rows so far."""
+    """The state that passes from step to step: the last bias vectors, the rows so far."""
 
-    def __init__(self, run: Run, options: DecomposeOptions, progress: Progress) -> None:
+    def __init__(self, run: Run, options: DecomposeOptions, progress: Progress, folder: Path) -> None:
         self._run, self._options, self._progress = run, options, progress
         scoring = ScoringOptions(
             device=options.device,
@@ -120,8 +122,7 @@ class _Job:
             trust_remote_code=options.trust_remote_code,
         ).for_device()  # a device that is not there fails before anything is read
         self._scoring = scoring if options.max_tokens is None else replace(scoring, max_tokens=options.max_tokens)
-        on_unusable = self._say_unusable if options.skip_bad_rows else None
-        self._scorer = StepScorer(self._scoring, progress.tokens, on_unusable, run.adapter_base)
+        self._cache = ScoreCache(options.cache or folder / SCORES, self._scoring) if options.keep_scores else None
         self._judgement = Judgement(
             Rule(options.level, options.threshold, options.ratio),
             options.confidence,
@@ -140,7 +141,7 @@ class _Job:
         self.rejected: list[Rejected] = []
         self.compared = False
         self.provenance = {
-            "run": run.settings.name or run.path.resolve().name,
+            "run": run_name(run),
             "format": run.format,
             "dtype": self._scoring.dtype,
             "temperature": f"{self._scoring.temperature:g}",
@@ -148,21 +149,46 @@ class _Job:
             "transformers": version("transformers"),
         }
 
-    def decompose_step(self, step: Step, out: Path) -> None:
-        """Score one step and keep its rows."""
-        rollouts = step.load()
-        if self._options.limit is not None:
-            rollouts = limit_sequences(rollouts, self._options.limit, self._options.seed, step.index)
-        version = self._run.trainer_version(step.index)
-        checkpoints = StepCheckpoints(self._run, rollouts, version, self._options.skip_bad_rows, self._options.nearest)
-        rollouts = self._set_aside(rollouts, checkpoints, step)
-        for notice in (*rollouts.notices, *checkpoints.problems, *checkpoints.approximations, *checkpoints.notes):
-            self._say(notice)
-        self._progress.step(step.index, sum(tokens for _, tokens in checkpoints.forward_passes(rollouts)))
-        scores = self._score(rollouts, checkpoints, step.index)
+    def decompose(self, steps: tuple[Step, ...], out: Path) -> None:
+        """Plan, score and keep the rows of every step."""
+        try:
+            for plan, scores in self._executor().run(self._planner().plans(steps)):
+                self._keep(plan, scores, out)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. Or pass --skip-bad-rows to leave its tokens out") from None
+
+    def _planner(self) -> Planner:
+        options = self._options
+        gradient = partial(chosen_tokens, seed=options.seed) if self._updates.gradient else None
+        planning = Planning(
+            limit=options.limit,
+            seed=options.seed,
+            tolerant=options.skip_bad_rows,
+            strict=options.strict,
+            nearest=options.nearest,
+            unit_tokens=self._scoring.unit_tokens,
+            gradient=None if gradient is None else lambda rollouts, step: gradient(rollouts, step=step),
+        )
+        return Planner(self._run, planning, self._say)
+
+    def _executor(self) -> Executor:
+        callbacks = Callbacks(
+            on_plan=lambda plan: self._progress.step(plan.step.index, plan.forward_tokens),
+            on_tokens=self._progress.tokens,
+            on_notice=self._progress.notice,
+            on_unusable=self._say_unusable if self._options.skip_bad_rows else None,
+        )
+        return LocalExecutor(self._scoring, self._run.adapter_base, self._cache, callbacks)
+
+    def _keep(self, plan: StepPlan, scores: StepScores, out: Path) -> None:
+        """The rows of one step."""
+        step, rollouts, checkpoints = plan.step.index, plan.rollouts, plan.checkpoints
+        for reason, tokens in scores.reasons.items():
+            if reason.endswith(GIVES_NO_NUMBER):
+                self._say(f"{reason} at {tokens} tokens; they are left out")
         one_lineage = self._run.sampler_checkpoints is None
-        data = join(step.index, rollouts, scores, version, one_lineage, checkpoints.gaps)
-        write_table(token_table(data, self.provenance), out / "tokens" / f"step={step.index}" / "part-0.parquet")
+        data = join(step, rollouts, scores, plan.trainer_version, one_lineage, checkpoints.gaps)
+        write_table(token_table(data, self.provenance), out / "tokens" / f"step={step}" / "part-0.parquet")
         reasons = (*semantic_reasons(self._run), *checkpoints.problems, *checkpoints.approximations)
         row, summary = step_row(data, self._judgement, self._bias, reasons)
         more, why = update_row(data, self._judgement, self._updates)
@@ -170,66 +196,21 @@ class _Job:
         row["reasons"] += why
         self._bias = summary.bias
         self.trends.add(data, summary)
-        self.places.append(place_table(step.index, summary.places, self.provenance))
+        self.places.append(place_table(step, summary.places, self.provenance))
         self.step_rows.append(row)
         self.sequences.append(table_of(sequence_rows(data), SEQUENCES, self.provenance))
         self.rejected.extend(rollouts.rejected)
-        self._say_rejected(step.index, rollouts.rejected)
+        self._say_rejected(step, rollouts.rejected)
         parts = (data.split.discrepancy, data.split.lag, data.split.log_ratio)
         self.compared |= any(bool((~np.isnan(part)).any()) for part in parts)
         for path in checkpoints.paths:
-            self._digests.setdefault(_relative(path, self._run.path), digest(path, self._run.adapter_base))
+            self._digests.setdefault(relative(path, self._run.path), digest(path, self._run.adapter_base))
 
     def record(self, steps: tuple[Step, ...]) -> dict[str, Any]:
-        """What ``run.json`` says: everything needed to know what was compared with what."""
-        run = self._run
-        settings = {key: value for key, value in asdict(run.settings).items() if key != "sources"}
-        options = asdict(self._options)
+        """What ``run.json`` says."""
+        options = {key: value for key, value in asdict(self._options).items() if key not in _NOT_RECORDED}
         options["steps"] = None if self._options.steps is None else self._options.steps.text
-        return {
-            "schema_version": 1,
-            "run": {"name": self.provenance["run"], "format": run.format, "settings": settings},
-            "sources": dict(sorted(run.settings.sources.items())),
-            "assumed": sorted(run.settings.assumed),
-            "versions": {
-                "mismatch-probe": __version__,
-                "python": platform.python_version(),
-                **{name: version(name) for name in ("torch", "transformers", "numpy", "pyarrow")},
-            },
-            "options": options,
-            "scoring": asdict(self._scoring) | {"device": str(self._scoring.torch_device())},
-            "steps": [step.index for step in steps],
-            "steps_left_out": [s.index for s in run.steps if s.index not in {step.index for step in steps}],
-            "files": {
-                _relative(file, run.path): _file_digest(file)
-                for file in dict.fromkeys(file for step in steps for file in step.files)
-            },
-            "checkpoints": self._digests,
-            "rejected_rows": len(self.rejected),
-            "notices": [*run.notices, *self._notices],
-        }
-
-    def _score(self, rollouts: Rollouts, checkpoints: StepCheckpoints, step: int) -> StepScores:
-        if self._run.trainer_checkpoints is None:
-            return StepScores(len(rollouts.response.values))
-        wanted = chosen_tokens(rollouts, self._options.seed, step) if self._updates.gradient else None
-        try:
-            scores = self._scorer.score(rollouts, halves(rollouts), checkpoints.trainer, checkpoints.sampler, wanted)
-        except torch.OutOfMemoryError:
-            raise UsageError(
-                f"{self._scoring.torch_device()}: out of memory. Lower --max-tokens (now {self._scoring.max_tokens})"
-            ) from None
-        for reason, tokens in scores.reasons.items():
-            if reason.endswith(GIVES_NO_NUMBER):
-                self._say(f"{reason} at {tokens} tokens; they are left out")
-        return scores
-
-    def _set_aside(self, rollouts: Rollouts, checkpoints: StepCheckpoints, step: Step) -> Rollouts:
-        kept = set_aside(rollouts, checkpoints, step.index)
-        if self._options.strict and len(kept.rejected) > len(rollouts.rejected):
-            first = kept.rejected[len(rollouts.rejected)]
-            raise BadFileError(first.file, first.row, first.reason, "Drop --strict to set it aside")
-        return kept
+        return record(self._run, steps, options, self._scoring, self._digests, len(self.rejected), self._notices)
 
     def _say_unusable(self, error: CheckpointError) -> None:
         self._say(f"{error}. Left out")
@@ -256,6 +237,8 @@ def _precision(run: Run, options: DecomposeOptions) -> list[str]:
     ]
 
 
+_NOT_RECORDED = ("cache", "keep_scores")
+"""Options that change no result."""
 _ASSUMED = "assumed, since nothing states it"
 
 
@@ -270,12 +253,3 @@ def _nothing(run: Run, job: _Job) -> str:
     # The same reason with another count at each step is one reason.
     reasons = sorted({reason.split(":")[0] for row in job.step_rows for reason in row["reasons"]} - {_ASSUMED})
     return f"{run.path}: nothing could be compared at any step. {'; '.join(reasons[:3]) or 'No step was chosen'}"
-
-
-def _relative(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -21,6 +21,8 @@ from mismatch_probe.table_io import STAGING, output_error, read_rows
 from mismatch_probe.tables import STEPS
 
 DEFAULT_NAME = "mismatch_probe"
+SCORES = "scores"
+"""Folder inside the analysis folder where finished scores are kept from one decompose to the next."""
 _PARTS = (
     "tokens",
     "sequences.parquet",

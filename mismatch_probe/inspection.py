@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 from mismatch_probe.cost import PassCost, seconds
 from mismatch_probe.resolve import StepCheckpoints, semantic_reasons, set_aside
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Ints, Rejected, Rollouts, Run
-from mismatch_probe.scoring.plan import CPU_MAX_TOKENS
+from mismatch_probe.scoring.plan import CPU_MAX_TOKENS, PASSES_IN_UNIT, forward_passes
 
 QUANTITIES = ("discrepancy", "lag", "log_ratio", "full_vocabulary")
 """What can be known of a token: D, L, d, and the exact KL, total variation and bias of the lag."""
@@ -85,6 +86,11 @@ _SHOWN = (
 )
 
 
+def _passes(step: int, rollouts: Rollouts, checkpoints: StepCheckpoints, max_tokens: int) -> Iterator[tuple[Path, int]]:
+    for unit in checkpoints.units(step, rollouts, np.zeros(len(rollouts), np.int64), PASSES_IN_UNIT * max_tokens):
+        yield from forward_passes(unit)
+
+
 def inspect_run(run: Run, max_tokens: int = CPU_MAX_TOKENS) -> Inspection:
     """Read every step's rollouts and the checkpoints' headers; no weights, no torch."""
     steps: list[StepInspection] = []
@@ -101,7 +107,7 @@ def inspect_run(run: Run, max_tokens: int = CPU_MAX_TOKENS) -> Inspection:
         for description in checkpoints.descriptions:
             described[description.path] = PassCost(description.parameters, description.vocab_size, description.bytes)
             architecture, parameters = description.architecture, description.parameters
-        passes += [(described[path], tokens) for path, tokens in checkpoints.forward_passes(rollouts)]
+        passes += [(described[path], tokens) for path, tokens in _passes(step.index, rollouts, checkpoints, max_tokens)]
         steps.append(_inspect_step(run, step.index, rollouts, trainer_version, checkpoints))
         rejected += rollouts.rejected
         notices += [*rollouts.notices, *checkpoints.problems, *checkpoints.notes]

@@ -10,8 +10,9 @@ import numpy as np
 
 from mismatch_probe.checkpoints.describe import Description, describe
 from mismatch_probe.errors import CheckpointError
-from mismatch_probe.run import CLAIMS, Rejected, Rollouts, Run
-from mismatch_probe.scoring.plan import STATE_BYTES
+from mismatch_probe.run import CLAIMS, Bools, Ints, Rejected, Rollouts, Run
+from mismatch_probe.scoring.plan import units
+from mismatch_probe.scoring.units import Unit
 
 
 @dataclass(frozen=True)
@@ -96,25 +97,9 @@ class StepCheckpoints:
                 reasons[row] = f"{length} tokens are more than the checkpoint's {positions} positions"
         return reasons
 
-    def forward_passes(self, rollouts: Rollouts) -> list[tuple[Path, int]]:
-        """(checkpoint, tokens) of each set of sequences that goes through a network.
-
-        Where the trainer's hidden states of a step are too many to be held, each sampler version makes them again.
-        """
-        sequence = rollouts.sequence_of_token
-        lengths = rollouts.prompt.lengths + rollouts.response.lengths
-        counted = rollouts.loss_mask
-        passes = []
-        held = self.trainer is not None and counted.sum() * self._state_bytes(self.trainer) <= STATE_BYTES
-        if self.trainer is not None and held:
-            passes.append((self.trainer, int(lengths[np.unique(sequence[counted])].sum())))
-        for version, path in self._sampler.items():
-            tokens = int(lengths[np.unique(sequence[counted & (rollouts.sampler_version == version)])].sum())
-            if self.trainer is not None and not held:
-                passes.append((self.trainer, tokens))
-            if path is not None and path != self.trainer:
-                passes.append((path, tokens))
-        return passes
+    def units(self, step: int, rollouts: Rollouts, half: Ints, unit_tokens: int, **choices: Bools | None) -> list[Unit]:
+        """The step cut into units of scoring; ``choices`` as in ``plan.units``."""
+        return units(step, rollouts, half, self.trainer, self.sampler, unit_tokens, **choices)
 
     def _substitute(self, run: Run, trainer_version: int) -> None:
         """Put the nearest checkpoint in the place of each that is missing.
@@ -154,10 +139,6 @@ class StepCheckpoints:
         self.approximations.append(
             f"{who} version {wanted} stays missing: its nearest checkpoint, {held}, is used for another version here"
         )
-
-    def _state_bytes(self, path: Path) -> int:
-        """Bytes of one token's hidden state; four a number, whatever dtype the scorer will choose."""
-        return 4 * (self._described[path].hidden_size or 0)
 
     def _readable(self, path: Path | None) -> Path | None:
         if path is None or path in self._described:

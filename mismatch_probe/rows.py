@@ -50,6 +50,7 @@ def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
         "kl_stale_trainer": _nullable(scores.kl_stale_trainer[counted]),
         "kl_trainer_stale": _nullable(scores.kl_trainer_stale[counted]),
         "total_variation": _nullable(scores.total_variation[counted]),
+        "same_top": _nullable(scores.same_top[counted]),
         "advantage": _nullable(rollouts.advantage[counted]),
     }
     target = schema(TOKENS, provenance)

@@ -47,6 +47,7 @@ TOKENS = (
     _nats("kl_stale_trainer", "KL(pi_s || pi) at the prefix, exact over the vocabulary"),
     _nats("kl_trainer_stale", "KL(pi || pi_s) at the prefix, exact over the vocabulary"),
     _number("total_variation", "half the L1 norm of pi_s - pi at the prefix"),
+    _number("same_top", "1 where pi_s and pi have the same most probable token at the prefix, else 0"),
     _number("advantage", "advantage as logged"),
 )
 
@@ -164,6 +165,7 @@ STEPS = (
     ),
     _nats("entropy_stale", "mean entropy of pi_s over the sampler's prefixes", True),
     _nats("entropy_trainer", "mean entropy of pi over the sampler's prefixes", True),
+    _number("top1_agreement", "share of prefixes at which pi_s and pi have the same most probable token", True),
     *(
         column
         for part, difference, how in (

@@ -15,8 +15,8 @@ from mismatch_probe.stats.gradient import GradientBias, TokenGradients, gradient
 from mismatch_probe.stats.intervals import ClusterIntervals
 from mismatch_probe.stats.ratios import Levels, sequence_sums
 
-MAX_TOKENS = 1 << 18
-"""Tokens a step whose gradients are kept; beyond, whole prompt groups are drawn by seed. Some 200 MB of factors."""
+MAX_TOKENS = 1 << 16
+"""Tokens a step whose gradients are kept; beyond, whole prompt groups are drawn by seed. Some 50 MB of factors."""
 
 
 @dataclass(frozen=True)

@@ -162,9 +162,13 @@ def test_inspect_json_counts_exactly(planted: Planted, capsys: pytest.CaptureFix
     found = json.loads(capsys.readouterr().out)
     tokens = [sum(len(row["response_ids"]) for row in rows) for rows in planted.rows.values()]
     assert [step["tokens"] for step in found["steps"]] == tokens
-    whole = [sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows) for rows in planted.rows.values()]
+    # A prompt once for all its responses, each response but for its last token, which predicts nothing.
+    run = [
+        sum(map(len, {tuple(row["prompt_ids"]) for row in rows})) + sum(len(row["response_ids"]) - 1 for row in rows)
+        for rows in planted.rows.values()
+    ]
     # Step 0 is scored under one version, the others under two.
-    assert found["cost"]["forward_tokens"] == whole[0] + 2 * sum(whole[1:])
+    assert found["cost"]["forward_tokens"] == run[0] + 2 * sum(run[1:])
     assert found["cost"]["checkpoints"] == 4 and found["cost"]["seconds"] > 0
     assert found["checkpoint_versions"] == [0, 1, 2, 3, 4]
 

@@ -13,8 +13,9 @@ from mismatch_probe.assemble import halves
 from mismatch_probe.scoring.head import compare
 from mismatch_probe.scoring.head import score as score_one
 from mismatch_probe.scoring.network import Network, ScoringOptions
-from mismatch_probe.scoring.score import StepScorer, StepScores
-from mismatch_probe.scoring.sketch import CAP, Factors, HeadSketch
+from mismatch_probe.scoring.score import StepScorer
+from mismatch_probe.scoring.scores import StepScores
+from mismatch_probe.scoring.sketch import CAP, Factors, HeadSketch, Running
 from mismatch_probe.stats.corrections import CORRECTIONS, Bounds
 from mismatch_probe.stats.gradient import TokenGradients, gradient_bias
 from mismatch_probe.stats.intervals import ClusterIntervals
@@ -109,7 +110,10 @@ def test_a_projection_errs_by_what_it_says() -> None:
     whole = tokens_with(drawn - p, mine * drawn - mass + (mass.sum(-1, keepdim=True) - mine) * p, x, True)
     sketch = HeadSketch(weight)
     kept = sketch.empty(x)
-    sketch.put(kept, slice(0, n), ids, x, q, p)
+    running = Running(sketch, p)
+    for tile in (slice(0, 130), slice(130, 400)):
+        running.add(tile, q[:, tile], p[:, tile])
+    running.put(kept, slice(0, n), ids, x, (p / q).gather(-1, at)[:, 0])
     assert kept.score.shape == (n, 64) and kept.state.shape == (n, 64) and not sketch.exact
     projected = replace(
         whole, score=kept.score.numpy(), centred=kept.centred.numpy(), state=kept.state.numpy(), exact=False
@@ -131,13 +135,12 @@ def scored(folder: Path, rollouts, wanted: np.ndarray | None = None, **options) 
     return scorer.score(rollouts, halves(rollouts), folder / "trainer", lambda _: folder / "stale", wanted)
 
 
-def test_shards_batches_and_choice_change_no_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_batches_and_choice_change_no_factor(tmp_path: Path) -> None:
     pair(tmp_path)
     rollouts = random_rollouts(np.random.default_rng(6))
     whole = scored(tmp_path, rollouts).factors
     some = chosen_tokens(rollouts, seed=0, step=0, most=60)
-    monkeypatch.setattr("mismatch_probe.scoring.score.STATE_BYTES", 20 * 32 * 4)
-    parts = scored(tmp_path, rollouts, some, max_tokens=50, chunk_elements=3 * VOCAB).factors
+    parts = scored(tmp_path, rollouts, some, max_tokens=4, chunk_elements=3 * VOCAB).factors
     assert whole is not None and parts is not None and 0 < some.sum() <= 60
     kept = some[rollouts.loss_mask]
     for name in ("score", "centred", "state"):

@@ -23,7 +23,7 @@ _WEIGHTS = (
     *("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "model_world_size_*_rank_*.pt"),
     *(".metadata", "*.distcp", "common.pt", "*.gguf"),
 )
-_SETTINGS = ("config.json", "huggingface/config.json", "adapter_config.json", "lora_train_meta.json")
+SETTINGS_FILES = ("config.json", "huggingface/config.json", "adapter_config.json", "lora_train_meta.json")
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def digest(path: Path, base: Path | None = None) -> str:
     """
     mark = hashlib.blake2b(digest_size=16)
     layout, root = find(path)
-    for settings in (root / name for name in _SETTINGS):
+    for settings in (root / name for name in SETTINGS_FILES):
         mark.update(settings.read_bytes() if settings.is_file() else b"")
     for file in weight_files(root):
         size = file.stat().st_size

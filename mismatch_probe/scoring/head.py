@@ -1,7 +1,8 @@
 """Reduction over the vocabulary: from hidden states to log-probs, entropies, KL, total variation and bias.
 
-The tokens are cut so that no (tokens, vocabulary) array exceeds ``chunk_elements``. Logits leave the head in float32
-and are widened to float64 before anything is subtracted: KL divergences of 1e-6 nats survive.
+Tokens are cut into chunks whose logits are at most ``chunk_elements``, and a chunk's vocabulary into tiles that stay in
+the caches. Logits are float32 (float64 for float64 weights). Differences between the networks are taken before
+anything is summed, and all sums over the vocabulary are float64: KL divergences of 1e-6 nats survive.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor
 
 from mismatch_probe.scoring.network import Network
-from mismatch_probe.scoring.sketch import Factors, HeadSketch
+from mismatch_probe.scoring.sketch import Factors, HeadSketch, Running
+
+_TILE_ELEMENTS = 1 << 18
+"""Entries of a (tokens, tile of the vocabulary) array: 1 MiB of float32 on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class PairScores:
 
     ``kl_stale_trainer`` is KL(pi_s || pi) and ``kl_trainer_stale`` KL(pi || pi_s), nats, (n,).
     ``total_variation`` is half the L1 norm of pi_s - pi, (n,).
+    ``same_top`` is 1 where both give their largest probability to the same token, else 0, (n,).
     ``bias_sum`` sums the vectors pi_s - pi over the prefixes of each half of the prompt groups, (2, V).
     ``factors`` are those of the head's gradient, where a sketch was given.
     """
@@ -39,6 +44,7 @@ class PairScores:
     kl_stale_trainer: Tensor
     kl_trainer_stale: Tensor
     total_variation: Tensor
+    same_top: Tensor
     bias_sum: Tensor
     factors: Factors | None = None
 
@@ -66,10 +72,16 @@ def score(
     scores = TokenScores(*_empty(2, hidden))
     factors = None if sketch is None else sketch.empty(hidden)
     for span in _chunks(len(token_ids), network.vocab_size, chunk_elements):
-        logp, p = _distributions(network, hidden[span], temperature)
-        _put(scores, span, token_ids[span], logp, p)
+        one = _Reduction(network, hidden[span], token_ids[span], temperature)
+        for tile in one.tiles:
+            one.shifted(tile)
+            one.add(tile)
+        one.put(scores, span)
         if sketch is not None and factors is not None:
-            sketch.put(factors, span, token_ids[span], hidden[span], None, p)
+            running = Running(sketch, one.logits)
+            for tile in one.tiles:
+                running.add(tile, None, one.probabilities(tile))
+            running.put(factors, span, token_ids[span], hidden[span], None)
     return scores, factors
 
 
@@ -95,13 +107,14 @@ def compare(
     """
     vocab_size = stale[0].vocab_size
     token_ids, half = token_ids.to(stale[1].device), half.to(stale[1].device)
-    kl_st, kl_ts, variation = _empty(3, stale[1])
+    kl_st, kl_ts, variation, same_top = _empty(4, stale[1])
     pair = PairScores(
         stale=TokenScores(*_empty(2, stale[1])),
         trainer=TokenScores(*_empty(2, stale[1])),
         kl_stale_trainer=kl_st,
         kl_trainer_stale=kl_ts,
         total_variation=variation,
+        same_top=same_top,
         bias_sum=torch.zeros(2, vocab_size, dtype=torch.float64, device=stale[1].device),
         factors=None if sketch is None else sketch.empty(trainer[1]),
     )
@@ -120,21 +133,80 @@ def _compare_chunk(
     sketch: HeadSketch | None,
 ) -> None:
     """Fill the tokens of one chunk. A function of its own: its arrays are gone before the next chunk's are made."""
-    (stale, stale_states), (trainer, trainer_states) = networks
-    logp_s, p_s = _distributions(stale, stale_states[span], temperature)
-    logp_t, p_t = _distributions(trainer, trainer_states[span], temperature)
-    _put(pair.stale, span, token_ids, logp_s, p_s)
-    _put(pair.trainer, span, token_ids, logp_t, p_t)
-    if sketch is not None and pair.factors is not None:
-        sketch.put(pair.factors, span, token_ids, trainer_states[span], p_s, p_t)
-    gap = logp_s.sub_(logp_t)
-    kl = _dot(p_s, gap).clamp_min_(0.0)
+    s, t = (_Reduction(network, states[span], token_ids, temperature) for network, states in networks)
+    under_s, under_t = (torch.zeros_like(s.mass) for _ in range(2))
+    for tile in s.tiles:
+        gap = s.shifted(tile) - t.shifted(tile)
+        under_s += _sum(s.add(tile) * gap)
+        under_t += _sum(t.add(tile) * gap)
+    s.put(pair.stale, span)
+    t.put(pair.trainer, span)
+    offset = s.mass.log() - t.mass.log()
+    kl = (under_s / s.mass - offset).clamp_min_(0.0)
     pair.kl_stale_trainer[span] = kl
-    pair.kl_trainer_stale[span] = _dot(p_t, gap).neg_().clamp_min_(0.0)
-    # A token whose networks give NaN would spoil the sum of all others.
-    difference = p_s.sub_(p_t).nan_to_num_(0.0, 0.0, 0.0)
-    pair.bias_sum.add_(torch.stack([half == 0, half == 1]).double() @ difference)
-    pair.total_variation[span] = torch.where(kl.isnan(), torch.nan, difference.abs_().sum(-1).mul_(0.5))
+    pair.kl_trainer_stale[span] = (offset - under_t / t.mass).clamp_min_(0.0)
+    pair.same_top[span] = torch.where(kl.isnan(), torch.nan, (s.best == t.best).double())
+    halves = torch.stack([half == 0, half == 1]).to(s.logits.dtype)
+    variation = torch.zeros_like(s.mass)
+    running = None if sketch is None else Running(sketch, t.logits)
+    for tile in s.tiles:
+        p_s, p_t = s.probabilities(tile), t.probabilities(tile)
+        if running is not None:
+            running.add(tile, p_s, p_t)
+        # A token whose networks give NaN would spoil the sum of all others.
+        difference = p_s.sub_(p_t).nan_to_num_(0.0, 0.0, 0.0)
+        pair.bias_sum[:, tile] += halves @ difference
+        variation += _sum(difference.abs_())
+    pair.total_variation[span] = torch.where(kl.isnan(), torch.nan, 0.5 * variation)
+    if running is not None and pair.factors is not None:
+        ratio = (pair.trainer.logprob[span] - pair.stale.logprob[span]).exp()
+        running.put(pair.factors, span, token_ids, networks[1][1][span], ratio)
+
+
+class _Reduction:
+    """One network at one chunk: its logits, which turn tile by tile into what exp makes of them, and sums over them.
+
+    With m the largest logit of a row, ``mass`` is sum exp(z - m), (n,) float64, and ``best`` where m lies.
+    """
+
+    def __init__(self, network: Network, hidden: Tensor, token_ids: Tensor, temperature: float) -> None:
+        self.logits = network.logits(hidden)
+        if temperature != 1.0:
+            self.logits /= temperature
+        self._most, best = self.logits.max(dim=-1, keepdim=True)
+        self.best = best[:, 0]
+        self._own = (self.logits.gather(-1, token_ids[:, None]) - self._most)[:, 0].double()
+        self.mass = torch.zeros_like(self._own)
+        self._weighted = torch.zeros_like(self._own)
+        count, vocab_size = self.logits.shape
+        width = vocab_size if self.logits.is_cuda else max(256, _TILE_ELEMENTS // max(1, count))
+        self.tiles = [slice(start, min(start + width, vocab_size)) for start in range(0, vocab_size, width)]
+
+    def shifted(self, tile: slice) -> Tensor:
+        """z - m of one tile, (n, w), in place of its logits: first of all."""
+        return self.logits[:, tile].sub_(self._most)
+
+    def add(self, tile: slice) -> Tensor:
+        """Take one tile into the sums; gives exp(z - m), (n, w), which takes the place of its logits."""
+        logits = self.logits[:, tile]
+        raised = logits.exp()
+        self.mass += _sum(raised)
+        self._weighted += _sum(logits.mul_(raised))
+        return logits.copy_(raised)
+
+    def put(self, scores: TokenScores, span: slice) -> None:
+        """Log-probs and entropies, once every tile is in the sums."""
+        log_mass = self.mass.log()
+        scores.logprob[span] = self._own - log_mass
+        scores.entropy[span] = log_mass - self._weighted / self.mass
+
+    def probabilities(self, tile: slice) -> Tensor:
+        """p of one tile, (n, w), once every tile is in the sums; in place, so once a tile."""
+        return self.logits[:, tile].mul_(self.mass.reciprocal()[:, None].to(self.logits.dtype))
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.sum(dim=-1, dtype=torch.float64)
 
 
 def _chunks(tokens: int, vocab_size: int, chunk_elements: int) -> Iterator[slice]:
@@ -144,26 +216,3 @@ def _chunks(tokens: int, vocab_size: int, chunk_elements: int) -> Iterator[slice
 
 def _empty(count: int, like: Tensor) -> list[Tensor]:
     return [torch.empty(len(like), dtype=torch.float64, device=like.device) for _ in range(count)]
-
-
-def _distributions(network: Network, hidden: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and probabilities of each prefix, (n, V) float64: the only two arrays of a network's chunk."""
-    logp = network.logits(hidden).double()
-    if temperature != 1.0:
-        logp /= temperature
-    logp -= logp.amax(dim=-1, keepdim=True)
-    p = logp.exp()
-    mass = p.sum(dim=-1, keepdim=True)
-    p /= mass
-    logp -= mass.log()
-    return logp, p
-
-
-def _put(scores: TokenScores, span: slice, token_ids: Tensor, logp: Tensor, p: Tensor) -> None:
-    scores.logprob[span] = logp.gather(-1, token_ids[:, None])[:, 0]
-    scores.entropy[span] = -_dot(p, logp)
-
-
-def _dot(one: Tensor, two: Tensor) -> Tensor:
-    """Row by row, without an array of products."""
-    return torch.bmm(one[:, None], two[:, :, None])[:, 0, 0]

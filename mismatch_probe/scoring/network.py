@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,9 @@ from torch import Tensor
 
 from mismatch_probe.checkpoints.huggingface import load_model
 from mismatch_probe.errors import CheckpointError, UsageError
-from mismatch_probe.scoring.plan import CPU_MAX_TOKENS, CUDA_MAX_TOKENS
+from mismatch_probe.scoring.attention import Memory, run_packed, why_not_packed
+from mismatch_probe.scoring.packing import Pack
+from mismatch_probe.scoring.plan import CPU_MAX_TOKENS, CUDA_MAX_TOKENS, PASSES_IN_UNIT
 
 DTYPES = {
     "float64": torch.float64,
@@ -30,7 +31,7 @@ _MM_WIDENS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2
 class ScoringOptions:
     """How to score.
 
-    ``max_tokens``: padded tokens in one forward pass. ``chunk_elements``: entries of the largest array over the
+    ``max_tokens``: tokens in one forward pass. ``chunk_elements``: entries of the largest array over the
     vocabulary. ``temperature``: logits are divided by it, as the sampler did. ``for_device`` gives the bounds that suit
     a CPU's caches or a GPU's width.
     """
@@ -39,7 +40,7 @@ class ScoringOptions:
     dtype: str = "float32"
     temperature: float = 1.0
     max_tokens: int = CPU_MAX_TOKENS
-    chunk_elements: int = 1 << 22
+    chunk_elements: int = 1 << 24
     trust_remote_code: bool = False
 
     def for_device(self) -> ScoringOptions:
@@ -47,6 +48,11 @@ class ScoringOptions:
         if self.torch_device().type != "cuda":
             return self
         return replace(self, max_tokens=CUDA_MAX_TOKENS, chunk_elements=1 << 25)
+
+    @property
+    def unit_tokens(self) -> int:
+        """Counted tokens of one unit."""
+        return PASSES_IN_UNIT * self.max_tokens
 
     def torch_device(self) -> torch.device:
         """The device meant by ``device``; auto takes CUDA where there is one.
@@ -70,6 +76,7 @@ class Network:
 
     The head's product comes out in float32 whatever the weights' dtype (float64 for float64): a bfloat16 logit is
     good to 1/16 nat at best, which no later care can mend. ``base`` is the model below an adapter.
+    ``no_packing`` says why sequences cannot be packed and share their prompts; empty where they can.
     """
 
     def __init__(self, path: Path, options: ScoringOptions, base: Path | None = None) -> None:
@@ -86,6 +93,12 @@ class Network:
         self._multiplier = _logit_multiplier(config)
         self._wide_weight: Tensor | None = None
         self._check_head()
+        self.no_packing = why_not_packed(self._model)
+
+    @property
+    def architecture(self) -> str:
+        """Name of the model's class."""
+        return type(self._model).__name__
 
     @property
     def vocab_size(self) -> int:
@@ -110,6 +123,16 @@ class Network:
         """
         states: Tensor = self._body(input_ids=ids.to(self.weight.device), use_cache=False).last_hidden_state
         return states
+
+    @torch.inference_mode()
+    def packed(self, pack: Pack, memory: Memory) -> Tensor:
+        """Final hidden states of one packed row of N tokens, (N, H).
+
+        Args:
+            pack: the tokens and their layout.
+            memory: holds a trunk's keys and values from one pass to the next.
+        """
+        return run_packed(self._body, pack, memory, self.weight.device)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -150,33 +173,6 @@ class Network:
                 f"{self.path}: the logits of {type(self._model).__name__} are not those of its hidden states and "
                 "output head (a scale or cap that is not known here). Please report the architecture"
             )
-
-
-class NetworkCache:
-    """The most recently used networks, by directory; ``capacity`` of them stay in memory."""
-
-    def __init__(self, options: ScoringOptions, capacity: int = 2, base: Path | None = None) -> None:
-        self._options, self._capacity, self._base = options, capacity, base
-        self._networks: OrderedDict[Path, Network] = OrderedDict()
-
-    def touch(self, paths: list[Path]) -> None:
-        """Mark networks as used just now, where they are loaded."""
-        for path in paths:
-            if path in self._networks:
-                self._networks.move_to_end(path)
-
-    def get(self, path: Path) -> Network:
-        """The network at ``path``, loaded if need be.
-
-        Raises:
-            CheckpointError: it cannot be loaded.
-        """
-        if path not in self._networks:
-            while len(self._networks) >= self._capacity:
-                self._networks.popitem(last=False)
-            self._networks[path] = Network(path, self._options, self._base)
-        self._networks.move_to_end(path)
-        return self._networks[path]
 
 
 def _logit_multiplier(config: Any) -> float:

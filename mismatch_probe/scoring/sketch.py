@@ -8,10 +8,13 @@ Source: Johnson and Lindenstrauss (1984); Achlioptas (2003), "Database-friendly 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from mismatch_probe.run import Bools, Ints
@@ -72,9 +75,48 @@ class HeadSketch:
         """Factors to be filled, for as many tokens as there are hidden states, (n, H)."""
         return Factors(*(torch.empty(len(hidden), k, dtype=self.dtype, device=hidden.device) for k in self.sizes))
 
-    def put(
-        self, into: Factors, span: slice, token_ids: Tensor, hidden: Tensor, stale: Tensor | None, trainer: Tensor
-    ) -> None:
+    def drawn(self, token_ids: Tensor) -> Tensor:
+        """Projection of e_a for each token, (n, k)."""
+        if self._rows is None:
+            return torch.nn.functional.one_hot(token_ids, self.shape[0]).to(self.dtype)
+        return self._rows[token_ids]
+
+    def state(self, hidden: Tensor) -> Tensor:
+        """Projection of hidden states, (n, H) -> (n, m)."""
+        hidden = hidden.to(self.dtype)
+        return hidden if self._columns is None else hidden @ self._columns
+
+    def add_mass(self, into: Tensor, tile: slice, mass: Tensor) -> None:
+        """Add the projection of one tile of the vocabulary, (n, w), to that of the whole, (n, k)."""
+        if self._rows is None:
+            into[:, tile] += mass
+        else:
+            into += mass @ self._rows[tile]
+
+
+class Running:
+    """Sums over the vocabulary that the factors of one chunk of tokens need, tile by tile.
+
+    Args:
+        sketch: the projection.
+        logits: of the chunk, (n, V): gives its length and device.
+    """
+
+    def __init__(self, sketch: HeadSketch, logits: Tensor) -> None:
+        self._sketch = sketch
+        shape = len(logits), sketch.sizes[0]
+        self._mean, self._capped = (torch.zeros(shape, dtype=sketch.dtype, device=logits.device) for _ in range(2))
+        self._left = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
+
+    def add(self, tile: slice, stale: Tensor | None, trainer: Tensor) -> None:
+        """Take in one tile: probabilities under pi_s, None where its weights are the trainer's, and pi, (n, w)."""
+        self._sketch.add_mass(self._mean, tile, trainer.to(self._sketch.dtype))
+        if stale is not None:
+            mass = torch.minimum(trainer, CAP * stale).to(self._sketch.dtype)
+            self._sketch.add_mass(self._capped, tile, mass)
+            self._left += mass.sum(-1, dtype=torch.float64)
+
+    def put(self, into: Factors, span: slice, token_ids: Tensor, hidden: Tensor, ratio: Tensor | None) -> None:
         """Fill the tokens of one chunk.
 
         Args:
@@ -82,53 +124,69 @@ class HeadSketch:
             span: which tokens these are.
             token_ids: (n,).
             hidden: the trainer's states, (n, H).
-            stale: probabilities under pi_s, (n, V); None where its weights are the trainer's.
-            trainer: probabilities under pi, (n, V).
+            ratio: pi / pi_s at each token, (n,); None where its weights are the trainer's.
         """
-        narrow = trainer.to(self.dtype)
-        drawn, mean = self._drawn(token_ids, trainer.shape[1]), self._project(narrow)
-        into.score[span] = drawn - mean
-        into.state[span] = hidden.to(self.dtype) if self._columns is None else hidden.to(self.dtype) @ self._columns
-        if stale is None:
+        drawn = self._sketch.drawn(token_ids)
+        into.score[span] = drawn - self._mean
+        into.state[span] = self._sketch.state(hidden)
+        if ratio is None:
             into.centred[span] = into.score[span]
             return
-        at = token_ids[:, None]
-        # A token that pi_s gives no mass at all has the capped weight, unless pi gives it none either.
-        weight = (trainer.gather(-1, at) / stale.gather(-1, at)).nan_to_num_(1.0, CAP).clamp_max_(CAP)
-        mass = stale.to(self.dtype, copy=True).mul_(CAP)
-        torch.minimum(narrow, mass, out=mass)
-        left = mass.sum(-1, keepdim=True) - weight.to(self.dtype)
-        into.centred[span] = weight.to(self.dtype) * drawn - self._project(mass) + left * mean
-
-    def _drawn(self, token_ids: Tensor, vocab_size: int) -> Tensor:
-        if self._rows is None:
-            return torch.nn.functional.one_hot(token_ids, vocab_size).to(self.dtype)
-        return self._rows[token_ids]
-
-    def _project(self, mass: Tensor) -> Tensor:
-        return mass if self._rows is None else mass @ self._rows
+        weight = ratio.clamp_max(CAP)
+        left = (self._left - weight).to(self._sketch.dtype)[:, None]
+        into.centred[span] = weight.to(self._sketch.dtype)[:, None] * drawn - self._capped + left * self._mean
 
 
+@dataclass(eq=False)
 class StepFactors:
-    """Factors of a step's tokens, in host memory: score and centred (m, k), state (m, l) of the m tokens ``wanted``,
-    in their order; NaN until they are put.
-
-    Args:
-        wanted: which response tokens, (tokens,).
-        sketch: what made them.
+    """Factors of a step's (or a unit's) tokens, in host memory: score and centred (m, k), state (m, l) of the m tokens
+    ``wanted``, (tokens,), in their order; NaN until they are put. ``exact`` says that nothing was projected.
     """
 
-    def __init__(self, wanted: Bools, sketch: HeadSketch) -> None:
-        self.wanted, self.exact = wanted, sketch.exact
+    wanted: Bools
+    exact: bool
+    score: NDArray[Any]
+    centred: NDArray[Any]
+    state: NDArray[Any]
+
+    @classmethod
+    def empty(cls, wanted: Bools, exact: bool, sizes: Sequence[int], kind: DTypeLike) -> StepFactors:
+        """Factors to be put, of the given lengths and type."""
+        return cls(wanted, exact, *(np.full((int(wanted.sum()), size), np.nan, kind) for size in sizes))
+
+    @classmethod
+    def of(cls, wanted: Bools, sketch: HeadSketch) -> StepFactors:
+        """Factors that the sketch will make."""
         kind = np.float64 if sketch.dtype == torch.float64 else np.float32
-        count = int(wanted.sum())
-        self.score, self.centred, self.state = (np.full((count, size), np.nan, kind) for size in sketch.sizes)
-        self._row = np.cumsum(wanted) - 1
+        return cls.empty(wanted, sketch.exact, sketch.sizes, kind)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Lengths of a token's three factors."""
+        return self.score.shape[1], self.centred.shape[1], self.state.shape[1]
 
     def put(self, factors: Factors, place: Ints) -> None:
         """Keep the wanted ones of the factors of the tokens at ``place``, (n,)."""
         mine = self.wanted[place]
-        chosen, rows = torch.from_numpy(np.flatnonzero(mine)), self._row[place[mine]]
-        for name in ("score", "centred", "state"):
+        chosen = torch.from_numpy(np.flatnonzero(mine))
+        rows = (np.cumsum(self.wanted) - 1)[place[mine]]
+        for name in _NAMES:
             values = getattr(factors, name)
             getattr(self, name)[rows] = values[chosen.to(values.device)].cpu().numpy()
+
+    @classmethod
+    def joined(cls, tokens: int, parts: Sequence[tuple[Ints, StepFactors]]) -> StepFactors:
+        """Those of a step from those of its units, each with the places of its tokens among the step's ``tokens``."""
+        wanted = np.zeros(tokens, dtype=np.bool_)
+        for place, part in parts:
+            wanted[place] = part.wanted
+        first = parts[0][1]
+        whole = cls.empty(wanted, first.exact, first.sizes, first.score.dtype)
+        row = np.cumsum(wanted) - 1
+        for place, part in parts:
+            for name in _NAMES:
+                getattr(whole, name)[row[place[part.wanted]]] = getattr(part, name)
+        return whole
+
+
+_NAMES = ("score", "centred", "state")

@@ -1,4 +1,4 @@
-"""Hidden states of chosen tokens: pad, run the body, pick."""
+"""Hidden states of chosen tokens: pack or pad, run the body, pick."""
 
 from __future__ import annotations
 
@@ -8,42 +8,76 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_probe.run import Bools, Ints, Rollouts
+from mismatch_probe.run import Bools, Ints, Ragged
+from mismatch_probe.scoring.attention import Memory
 from mismatch_probe.scoring.network import Network
+from mismatch_probe.scoring.packing import packs
 from mismatch_probe.scoring.plan import batches
 
 
 def hidden_states(
-    network: Network, rollouts: Rollouts, wanted: Bools, max_tokens: int, on_tokens: Callable[[int], None]
+    network: Network,
+    prompt: Ragged,
+    response: Ragged,
+    wanted: Bools,
+    max_tokens: int,
+    on_tokens: Callable[[int], None],
 ) -> Tensor:
     """Hidden state of the position before each wanted token, in token order, (wanted tokens, H).
 
     Args:
         network: the weights.
-        rollouts: the sequences; only those with a wanted token are run.
+        prompt, response: the sequences; only those with a wanted token are run.
         wanted: which response tokens, (tokens,).
-        max_tokens: padded tokens in one forward pass.
+        max_tokens: tokens in one forward pass.
         on_tokens: called with the number of tokens after each pass.
     """
-    rows = np.unique(rollouts.sequence_of_token[wanted])
-    lengths = rollouts.prompt.lengths[rows] + rollouts.response.lengths[rows]
-    destination = np.cumsum(wanted) - 1
-    out = torch.empty(int(wanted.sum()), network.hidden_size, dtype=network.weight.dtype, device=network.weight.device)
-    for batch in batches(lengths, max_tokens):
-        hidden = network.hidden(_pad(rollouts, rows[batch], int(lengths[batch].max())))
-        for at, row in enumerate(rows[batch]):
-            start, stop = rollouts.response.offsets[row], rollouts.response.offsets[row + 1]
-            tokens = start + np.flatnonzero(wanted[start:stop])
-            # The state at t predicts token t + 1, so the first response token hangs on the last prompt token.
-            source = len(rollouts.prompt[row]) + (tokens - start) - 1
-            out[torch.from_numpy(destination[tokens])] = hidden[at, torch.from_numpy(source)]
-        on_tokens(int(lengths[batch].sum()))
+    weight = network.weight
+    out = torch.empty(int(wanted.sum()), network.hidden_size, dtype=weight.dtype, device=weight.device)
+    if network.no_packing:
+        _batched(network, prompt, response, wanted, max_tokens, on_tokens, out)
+        return out
+    memory = Memory()
+    for pack in packs(prompt, response, wanted, max_tokens):
+        hidden = network.packed(pack, memory)
+        out[torch.from_numpy(pack.target)] = hidden[torch.from_numpy(pack.source)]
+        on_tokens(len(pack.ids))
     return out
 
 
-def _pad(rollouts: Rollouts, rows: Ints, width: int) -> Tensor:
+def _batched(
+    network: Network,
+    prompt: Ragged,
+    response: Ragged,
+    wanted: Bools,
+    max_tokens: int,
+    on_tokens: Callable[[int], None],
+    out: Tensor,
+) -> None:
+    """Every sequence whole, beside others of about its length."""
+    rows = rows_with(response, wanted)
+    lengths = prompt.lengths[rows] + response.lengths[rows]
+    destination = np.cumsum(wanted) - 1
+    for batch in batches(lengths, max_tokens):
+        hidden = network.hidden(_pad(prompt, response, rows[batch], int(lengths[batch].max())))
+        for at, row in enumerate(rows[batch]):
+            start, stop = response.offsets[row], response.offsets[row + 1]
+            tokens = start + np.flatnonzero(wanted[start:stop])
+            # The state at t predicts token t + 1, so the first response token hangs on the last prompt token.
+            source = len(prompt[row]) + (tokens - start) - 1
+            out[torch.from_numpy(destination[tokens])] = hidden[at, torch.from_numpy(source)]
+        on_tokens(int(lengths[batch].sum()))
+
+
+def rows_with(response: Ragged, wanted: Bools) -> Ints:
+    """Sequences that hold a wanted token."""
+    row = np.repeat(np.arange(len(response), dtype=np.int64), response.lengths)
+    return np.unique(row[wanted])
+
+
+def _pad(prompt: Ragged, response: Ragged, rows: Ints, width: int) -> Tensor:
     ids = np.zeros((len(rows), width), dtype=np.int64)
     for at, row in enumerate(rows):
-        whole = np.concatenate([rollouts.prompt[row], rollouts.response[row]])
+        whole = np.concatenate([prompt[row], response[row]])
         ids[at, : len(whole)] = whole
     return torch.from_numpy(ids)

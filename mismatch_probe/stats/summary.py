@@ -49,6 +49,7 @@ class StepTokens:
     kl_stale_trainer: Floats
     kl_trainer_stale: Floats
     total_variation: Floats
+    same_top: Floats
     entropy_stale: Floats
     entropy_trainer: Floats
     bias_lag_sums: Floats | None
@@ -128,6 +129,7 @@ def _moments(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, Inter
     terms["bias_lag_tv"] = (tokens.total_variation, mean, LOG)
     terms["prefix_kl_stale_trainer"] = (tokens.kl_stale_trainer, mean, LOG)
     terms["prefix_kl_trainer_stale"] = (tokens.kl_trainer_stale, mean, LOG)
+    terms["top1_agreement"] = (tokens.same_top, mean, IDENTITY)
     terms["entropy_stale"] = (tokens.entropy_stale, mean, LOG)
     terms["entropy_trainer"] = (tokens.entropy_trainer, mean, LOG)
     out = {}

@@ -1,0 +1,95 @@
+"""``decompose`` behind its options: the one command that needs torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from mismatch_probe.errors import ExitCode, UsageError
+from mismatch_probe.folder import analysis_path, open_analysis
+from mismatch_probe.readers import ReadOptions, open_run
+from mismatch_probe.reporters.ess_report import ess_report
+from mismatch_probe.reporters.format import nats
+from mismatch_probe.reporters.terminal import TerminalProgress, approximation_note, decomposition_table, stdout
+from mismatch_probe.selection import StepSelection
+from mismatch_probe.stats.breakdown import Rule
+
+
+def run_decompose(
+    run_dir: Path,
+    output: Path | None,
+    overwrite: bool,
+    run_format: str | None,
+    overrides: tuple[str, ...],
+    quiet: bool,
+    **options: Any,
+) -> int:
+    """Read, decompose, print the table. ``options`` are the fields of DecomposeOptions, ``steps`` as text."""
+    run = open_run(run_dir, ReadOptions(options["skip_bad_rows"], options["strict"], overrides), run_format)
+    text = options.pop("steps")
+    steps = None if text is None else StepSelection(text)
+    from mismatch_probe.decompose import DecomposeOptions, decompose
+    from mismatch_probe.scoring.network import DTYPES
+
+    if options["dtype"] not in (None, *DTYPES):
+        raise UsageError(f"--dtype {options['dtype']}: unknown. Use {', '.join(DTYPES)}")
+    folder = analysis_path(run_dir, output)
+    with TerminalProgress(quiet) as progress:
+        decompose(run, folder, DecomposeOptions(steps=steps, **options), progress, overwrite)
+    _print_result(run_dir, output)
+    if not quiet:
+        sys.stderr.write(f"wrote {folder}\n")
+    return ExitCode.OK
+
+
+def _print_result(run_dir: Path, output: Path | None) -> None:
+    analysis = open_analysis(run_dir, output)
+    steps, options = analysis.steps, analysis.record["options"]
+    console = stdout()
+    console.print(decomposition_table(steps))
+    console.print()
+    console.print(
+        "D numerics, L stale weights: nats a token. token, seq, prompt: ESS of the lag. KL: prefix KL(pi_s || pi). "
+        f"{_noise_sentence(steps)}",
+        style="dim",
+    )
+    console.print(_bias_sentence(steps), style="dim")
+    note = approximation_note(steps["nearest_gap_max"])
+    if note:
+        console.print(note, style="yellow")
+    report = ess_report(analysis, Rule(options["level"], options["threshold"], options["ratio"]))
+    console.print()
+    console.print(report.verdict, style="bold")
+    console.print(report.numerics)
+    for sentence in report.answers:
+        console.print(sentence)
+
+
+def _noise_sentence(steps: pd.DataFrame) -> str:
+    """What the probe itself adds by its batches, and on how many tokens it was measured."""
+    tokens = int(steps["noise_floor_tokens"].sum())
+    if not tokens:
+        return ""
+    floor = nats(float(steps["noise_floor_max"].max()))
+    return f"Batch shape alone moves a log-prob by at most {floor} nats ({tokens:,} tokens)."
+
+
+def _bias_sentence(steps: pd.DataFrame) -> str:
+    """Size, noise and persistence of the score bias at the last step that has one."""
+    parts = []
+    for part, symbol in (("discrepancy", "D"), ("lag", "L")):
+        known = steps[steps[f"bias_{part}_norm"].notna()]
+        if known.empty:
+            continue
+        step = known.iloc[-1]
+        if step[f"bias_{part}_norm"] == 0:
+            parts.append(f"{symbol} 0 (step {step['step']})")
+            continue
+        cosine = step[f"bias_{part}_cosine_previous"]
+        kept = f", cosine {cosine:.2f} with the step before" if cosine == cosine else ""
+        mean = f"mean vector {step[f'bias_{part}_norm']:.1e} +- {step[f'bias_{part}_noise']:.1e}{kept}"
+        parts.append(f"{symbol} {nats(step[f'bias_{part}_tv'])} (step {step['step']}; {mean})")
+    return f"Score bias, total variation: {'; '.join(parts)}." if parts else "Score bias: null."

@@ -1,0 +1,218 @@
+"""Causal attention over packed sequences: responses to one prompt share its keys and values.
+
+All tokens of a pass lie in one row, so that every other layer does no work twice and none on padding. Attention alone
+knows the layout: a trunk attends to itself, a branch to its trunk and to itself. transformers calls ``attend`` for
+every layer of a model whose attention implementation is ``NAME``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from mismatch_probe.run import Ragged
+from mismatch_probe.scoring.packing import Pack, Trunk, packs
+
+NAME = "mismatch_probe"
+_QUERIES = 1024
+"""Queries whose mask is held at once."""
+
+
+class UnsupportedAttentionError(Exception):
+    """A layer asks for what the packed attention does not compute (sinks, a position bias, attention both ways)."""
+
+
+@dataclass
+class Memory:
+    """Keys and values of the trunk that the next passes continue, a pair a layer."""
+
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class _Pass:
+    """The layout of the forward pass that is running, and how many layers have attended."""
+
+    trunks: tuple[Trunk, ...]
+    memory: Memory
+    layer: int = 0
+
+
+_running: list[_Pass] = []
+
+
+@contextmanager
+def _layout(trunks: tuple[Trunk, ...], memory: Memory) -> Iterator[_Pass]:
+    """Forward passes inside the context hold one packed row that is laid out so."""
+    _running.append(_Pass(trunks, memory))
+    try:
+        yield _running[-1]
+    finally:
+        _running.pop()
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer in transformers' calling convention: (1, heads, N, d) -> (1, N, heads, d).
+
+    Without a layout the rows are sequences of their own, right-padded: (B, heads, T, d).
+
+    Raises:
+        UnsupportedAttentionError: the layer asks for more than causal attention with a window and a cap.
+    """
+    unknown = [name for name in ("s_aux", "position_bias", "head_mask") if others.get(name) is not None]
+    if attention_mask is not None or dropout or unknown or not getattr(module, "is_causal", True):
+        raise UnsupportedAttentionError(", ".join(unknown) or "a mask, dropout or attention both ways")
+    kernel = _Kernel(scaling, sliding_window or None, softcap)
+    if not _running:
+        return kernel.rows(query, key, value, 0).transpose(1, 2), None
+    state = _running[-1]
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+    for trunk in state.trunks:
+        span = slice(trunk.start, trunk.stop)
+        if trunk.kept:
+            keys, values = state.memory.layers[state.layer]
+        else:
+            keys, values = key[:, :, span], value[:, :, span]
+            out[:, span] = kernel.rows(query[:, :, span], keys, values, 0).transpose(1, 2)
+        if trunk.keep:
+            state.memory.layers.append((keys.clone(), values.clone()))
+        # A window hides the beginning of a long trunk from every branch.
+        hidden = 0 if kernel.window is None else max(0, trunk.length - kernel.window + 1)
+        for start, stop in trunk.branches:
+            own = slice(start, stop)
+            whole = (
+                torch.cat([keys[:, :, hidden:], key[:, :, own]], dim=2),
+                torch.cat([values[:, :, hidden:], value[:, :, own]], dim=2),
+            )
+            out[:, own] = kernel.rows(query[:, :, own], *whole, trunk.length - hidden).transpose(1, 2)
+    state.layer += 1
+    return out, None
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """Causal attention with a scale, a window (how many places, its own included, a token sees) and a cap."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
+
+    def rows(self, query: Tensor, key: Tensor, value: Tensor, before: int) -> Tensor:
+        """Queries at places ``before``, ``before`` + 1, ... over keys at places 0, 1, ...; (B, heads, n, d)."""
+        count = query.shape[2]
+        if before == 0 and self.softcap is None and (self.window is None or count <= self.window):
+            return self._product(query, key, value, None)
+        blocks = []
+        for start in range(0, count, _QUERIES):
+            stop = min(start + _QUERIES, count)
+            first = 0 if self.window is None else max(0, before + start - self.window + 1)
+            place = torch.arange(before + start, before + stop, device=query.device)[:, None]
+            other = torch.arange(first, before + stop, device=query.device)
+            seen = other <= place
+            if self.window is not None:
+                seen &= other > place - self.window
+            keys = slice(first, before + stop)
+            blocks.append(self._product(query[:, :, start:stop], key[:, :, keys], value[:, :, keys], seen))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+    def _product(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1 and (query.is_cuda or self.softcap is not None):
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+            groups = 1
+        if self.softcap is None:
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.scale, enable_gqa=groups > 1
+            )
+        assert seen is not None
+        scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        scores = torch.tanh(scores / self.softcap) * self.softcap
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        return scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+def run_packed(body: Any, pack: Pack, memory: Memory, device: torch.device) -> Tensor:
+    """Final hidden states of one packed row, (N, H).
+
+    Args:
+        body: a transformers model whose attention implementation is ``NAME``.
+        pack: the tokens and their layout.
+        memory: the keys and values that a cut prompt group passes on.
+        device: where the model is.
+    """
+    if not any(trunk.kept for trunk in pack.trunks):
+        memory.layers.clear()
+    ids, places = (torch.from_numpy(array)[None].to(device) for array in (pack.ids, pack.places))
+    with _layout(pack.trunks, memory):
+        states: Tensor = body(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state
+    return states[0]
+
+
+_PROMPT, _RESPONSES = 5, (4, 3, 1)
+_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@torch.inference_mode()
+def why_not_packed(model: Any) -> str:
+    """Switch a model to packed attention and prove it on a few tokens; where it is not exact, switch back.
+
+    Returns:
+        Empty when packed sequences give what each alone gives, else the reason why the model goes on in batches.
+    """
+    before = model.config._attn_implementation
+    try:
+        reason = _try_packing(model)
+    # Each architecture fails in its own way when it is asked for what it does not know.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if reason:
+        model.set_attn_implementation(before)
+    return reason
+
+
+def _try_packing(model: Any) -> str:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if kinds or getattr(config, "attention_chunk_size", None):
+        return f"its layers are not plain attention ({', '.join(sorted(kinds)) or 'chunked attention'})"
+    rng = np.random.default_rng(0)
+    draw = [rng.integers(0, config.vocab_size, size) for size in (_PROMPT, *_RESPONSES)]
+    device = model.get_output_embeddings().weight.device
+    rows = [torch.from_numpy(np.concatenate([draw[0], response[:-1]]))[None].to(device) for response in draw[1:]]
+    alone = [model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, _PROMPT - 1 :] for ids in rows]
+    model.set_attn_implementation(NAME)
+    count = len(_RESPONSES)
+    response = Ragged.of(draw[1:])
+    found = torch.zeros(len(response.values), alone[0].shape[-1], dtype=alone[0].dtype, device=device)
+    memory = Memory()
+    # A budget below the group's size also tries what is kept from one pass to the next.
+    for pack in packs(Ragged.of([draw[0]] * count), response, np.ones(len(response.values), bool), _PROMPT + 4):
+        states = run_packed(model.base_model, pack, memory, device)
+        found[torch.from_numpy(pack.target)] = states[torch.from_numpy(pack.source)]
+    expected = torch.cat(alone)
+    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
+    gap = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    return "" if gap <= tolerance else f"packed and separate passes differ by {gap:.1e} of the largest state"
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)

@@ -1,0 +1,121 @@
+"""Scores of units on disk, by content: what was scored once is never scored again, in this run or in another."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import zipfile
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+import mismatch_probe
+from mismatch_probe.errors import OutputError
+from mismatch_probe.scoring.network import ScoringOptions
+from mismatch_probe.scoring.scores import COLUMNS, StepScores
+from mismatch_probe.scoring.sketch import StepFactors
+from mismatch_probe.scoring.units import Unit
+from mismatch_probe.table_io import output_error
+
+_FACTORS = ("wanted", "score", "centred", "state")
+_CODE = ("scoring", "checkpoints")
+"""Packages whose source decides what a score is."""
+
+
+class ScoreCache:
+    """Files of scores in one folder, one a unit.
+
+    The key covers weights, tokens, temperature, dtype, bounds, kind of device, this program's code and the libraries':
+    a score is found only where scoring again would give the same bytes. A file that is torn or of another kind is
+    scored again.
+
+    Args:
+        folder: created when something is put.
+        options: how units are scored.
+    """
+
+    def __init__(self, folder: Path, options: ScoringOptions) -> None:
+        self.folder = folder
+        self._settings = json.dumps(
+            {
+                "code": code_digest(),
+                "libraries": [version(name) for name in ("torch", "transformers")],
+                "device": options.torch_device().type,
+                "dtype": options.dtype,
+                "temperature": options.temperature,
+                "bounds": [options.max_tokens, options.chunk_elements],
+            }
+        ).encode()
+
+    def path(self, unit: Unit, fingerprints: dict[Path, str]) -> Path:
+        """File of a unit's scores, whether or not it is there."""
+        mark = hashlib.blake2b(self._settings, digest_size=20)
+        mark.update(unit.content(fingerprints))
+        name = mark.hexdigest()
+        return self.folder / name[:2] / f"{name}.npz"
+
+    def get(self, path: Path) -> StepScores | None:
+        """The scores in a file; None where there are none."""
+        try:
+            with np.load(path, allow_pickle=False) as found:
+                return _scores({name: found[name] for name in found.files})
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return None
+
+    def put(self, path: Path, scores: StepScores) -> None:
+        """Keep scores, whole or not at all.
+
+        Raises:
+            OutputError: the folder is full or cannot be written.
+        """
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as stream:
+                np.savez(stream, **_arrays(scores))  # type: ignore[arg-type]
+            os.replace(part, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            reason = output_error(path.parent.parent, error)
+            raise OutputError(f"{reason}, or pass --no-cache") from None
+
+
+@cache
+def code_digest() -> str:
+    """Digest of the source files that decide what a score is."""
+    mark = hashlib.blake2b(mismatch_probe.__version__.encode(), digest_size=12)
+    root = Path(mismatch_probe.__file__).parent
+    for package in _CODE:
+        for file in sorted((root / package).glob("*.py")):
+            mark.update(file.name.encode() + file.read_bytes())
+    return mark.hexdigest()
+
+
+def _arrays(scores: StepScores) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {name: getattr(scores, name) for name in COLUMNS}
+    arrays |= {"noise": scores.noise, "bias_lag_tokens": scores.bias_lag_tokens}
+    arrays["reasons"] = np.array(json.dumps(list(scores.reasons.items())))
+    if scores.bias_lag_sum is not None:
+        arrays["bias_lag_sum"] = scores.bias_lag_sum
+    if scores.factors is not None:
+        arrays |= {f"factors_{name}": getattr(scores.factors, name) for name in _FACTORS}
+        arrays["factors_exact"] = np.array(scores.factors.exact)
+    return arrays
+
+
+def _scores(arrays: dict[str, np.ndarray]) -> StepScores:
+    scores = StepScores(len(arrays[COLUMNS[0]]))
+    for name in COLUMNS:
+        setattr(scores, name, arrays[name])
+    scores.noise, scores.bias_lag_tokens = arrays["noise"], arrays["bias_lag_tokens"]
+    scores.bias_lag_sum = arrays.get("bias_lag_sum")
+    scores.reasons = dict(json.loads(str(arrays["reasons"])))
+    if "factors_score" in arrays:
+        wanted, *factors = (arrays[f"factors_{name}"] for name in _FACTORS)
+        scores.factors = StepFactors(wanted, bool(arrays["factors_exact"]), *factors)
+    return scores

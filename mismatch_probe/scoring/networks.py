@@ -1,0 +1,92 @@
+"""Which networks stay in memory, and which cannot be used."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+from mismatch_probe.errors import CheckpointError
+from mismatch_probe.scoring.network import Network, ScoringOptions
+
+
+class Networks:
+    """The most recently used networks, by directory.
+
+    Args:
+        options: how they are loaded.
+        base: the model below checkpoints that are adapters.
+        capacity: how many stay loaded.
+        on_unusable: called with the error of a checkpoint that cannot be loaded, which then counts as absent; None
+            raises it.
+        on_notice: called with what a user must know of how a network is run.
+    """
+
+    def __init__(
+        self,
+        options: ScoringOptions,
+        base: Path | None = None,
+        capacity: int = 2,
+        on_unusable: Callable[[CheckpointError], None] | None = None,
+        on_notice: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._options, self._base, self._capacity = options, base, capacity
+        self._on_unusable, self._on_notice = on_unusable, on_notice
+        self._networks: OrderedDict[Path, Network] = OrderedDict()
+        self._unusable: set[Path] = set()
+
+    def touch(self, paths: list[Path]) -> None:
+        """Mark networks as used just now, where they are loaded."""
+        for path in paths:
+            if path in self._networks:
+                self._networks.move_to_end(path)
+
+    def get(self, path: Path) -> Network:
+        """The network at ``path``, loaded if need be.
+
+        Raises:
+            CheckpointError: it cannot be loaded.
+        """
+        if path not in self._networks:
+            while len(self._networks) >= self._capacity:
+                self._networks.popitem(last=False)
+            network = Network(path, self._options, self._base)
+            if network.no_packing:
+                why = network.no_packing
+                self._on_notice(f"{network.architecture}: prompts are not shared and sequences are padded, since {why}")
+            self._networks[path] = network
+        self._networks.move_to_end(path)
+        return self._networks[path]
+
+    def usable(self, path: Path | None, beside: Path | None = None) -> Path | None:
+        """The path, where its network can be loaded and has the vocabulary of the one beside it.
+
+        Raises:
+            CheckpointError: it cannot, and nobody asked to be told of it instead.
+        """
+        if path is None or path in self._unusable:
+            return None
+        try:
+            rows = self.get(path).vocab_size
+            if beside is not None and rows != (others := self.get(beside).vocab_size):
+                raise CheckpointError(
+                    f"{path} has {rows} output rows and {beside} has {others}. "
+                    "Both must be exported with the same vocabulary padding"
+                )
+        except CheckpointError as error:
+            if self._on_unusable is None:
+                raise
+            self._unusable.add(path)
+            self._on_unusable(error)
+            return None
+        return path
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest vocabulary among the loaded networks, 1 where none is."""
+        return max((network.vocab_size for network in self._networks.values()), default=1)
+
+    @property
+    def unusable(self) -> frozenset[Path]:
+        """Checkpoints that count as absent."""
+        return frozenset(self._unusable)
