@@ -72,7 +72,9 @@ def test_in_stale_run_the_lag_grows_and_the_numerics_do_not(stale_analysis: Path
 
 
 def test_rescored_trainer_logprobs_are_the_trainers_own(stale_analysis: Path) -> None:
-    assert (steps(stale_analysis)["logged_trainer_gap_max"] < 1e-5).all()
+    """In float32 each is up to 2.4e-5 from float64, and rounds in its own way."""
+    assert (steps(stale_analysis)["logged_trainer_gap_max"] < 5e-5).all()
+    assert (steps(stale_analysis)["logged_trainer_gap_rms"] < 5e-6).all()
 
 
 def test_lag_of_stale_run_against_plain_transformers(stale_analysis: Path) -> None:
@@ -91,8 +93,8 @@ def test_lag_of_stale_run_against_plain_transformers(stale_analysis: Path) -> No
         lag.append((now - stale).gather(-1, ids[start:, None])[:, 0])
         kl.append((stale.exp() * (stale - now)).sum(-1))
     found = tokens(stale_analysis, 8)
-    assert found["lag"].to_numpy() == pytest.approx(torch.cat(lag).numpy(), abs=2e-5)
-    assert found["kl_stale_trainer"].to_numpy() == pytest.approx(torch.cat(kl).numpy(), abs=1e-5)
+    assert found["lag"].to_numpy() == pytest.approx(torch.cat(lag).numpy(), abs=5e-5)
+    assert found["kl_stale_trainer"].to_numpy() == pytest.approx(torch.cat(kl).numpy(), abs=5e-5)
 
 
 def test_synced_run_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
