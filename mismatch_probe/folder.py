@@ -32,7 +32,8 @@ _PARTS = (
     "rejected.parquet",
     "run.json",
 )
-_ASIDE = "earlier"
+_LEAVING, _ASIDE, _DONE = "leaving", "earlier", "replaced"
+"""Where an earlier analysis goes: while its parts are set aside one by one, while the new ones come in, and after."""
 _DERIVED = ("plots", "report.html", "findings.json")
 
 
@@ -88,17 +89,10 @@ class Staging:
                 self._lock.close()
                 raise UsageError(f"{self.folder}: another decompose is writing here. Wait, or choose -o") from None
         self._owned = True
-        self._restore()
+        _restore(self.folder)
         for leftover in self.path.iterdir():
             if leftover.name != "lock":
                 _remove(leftover)
-
-    def _restore(self) -> None:
-        """Put back an analysis that was set aside by a commit which never ended (a kill, a power cut)."""
-        earlier = self.path / _ASIDE
-        for part in earlier.iterdir() if earlier.is_dir() else ():
-            _remove(self.folder / part.name)
-            os.replace(part, self.folder / part.name)
 
     def write_json(self, name: str, content: Any) -> None:
         """Write one JSON file, keys sorted.
@@ -128,23 +122,21 @@ class Staging:
             signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
 
     def _swap(self) -> None:
-        aside = self.path / _ASIDE
-        placed: list[str] = []
+        """Three states, each entered by one rename, so that a kill at any moment leaves what can be told and undone."""
         try:
-            aside.mkdir()
+            (self.path / _LEAVING).mkdir()
             # plots/ and report.html are ours only where an analysis of ours lies beside them.
             for name in (*_PARTS, *_DERIVED) if self._replaces else ():
                 if (self.folder / name).exists():
-                    os.replace(self.folder / name, aside / name)
+                    os.replace(self.folder / name, self.path / _LEAVING / name)
+            os.replace(self.path / _LEAVING, self.path / _ASIDE)
             for name in _PARTS:
                 os.replace(self.path / name, self.folder / name)
-                placed.append(name)
+            os.replace(self.path / _ASIDE, self.path / _DONE)
         except BaseException:
-            for name in placed:
-                _remove(self.folder / name)
-            self._restore()
+            _restore(self.folder)
             raise
-        _remove(aside)
+        _remove(self.path / _DONE)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -152,15 +144,42 @@ class Staging:
         self._close(failed=kind is not None)
 
     def _close(self, failed: bool) -> None:
-        aside = self.path / _ASIDE
         # What could not be put back stays where the next command finds it.
-        if not (aside.is_dir() and any(aside.iterdir())):
+        if not _is_cut(self.folder):
             shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
         if self._created and failed:
             # Only an empty folder goes: whatever else came into it meanwhile is not ours.
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
+
+
+def _is_cut(folder: Path) -> bool:
+    """True while a commit is under way, or where one never ended (a kill, a power cut)."""
+    return any((folder / STAGING / state).is_dir() for state in (_LEAVING, _ASIDE))
+
+
+def _restore(folder: Path) -> None:
+    """Undo a commit that never ended; can itself be cut off anywhere and begun again."""
+    leaving, aside = (folder / STAGING / state for state in (_LEAVING, _ASIDE))
+    if aside.is_dir():
+        for name in (*_PARTS, *(part.name for part in aside.iterdir())):
+            _remove(folder / name)
+        os.replace(aside, leaving)
+    if leaving.is_dir():
+        for part in leaving.iterdir():
+            os.replace(part, folder / part.name)
+        leaving.rmdir()
+
+
+def _heal(folder: Path) -> None:
+    """Put back what a killed commit set aside, unless a commit is under way."""
+    if not _is_cut(folder):
+        return
+    # Where it cannot be mended (a read-only folder, a commit at work) what is there is read as it is.
+    with contextlib.suppress(OSError), (folder / STAGING / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _restore(folder)
 
 
 @dataclass(frozen=True)
@@ -199,6 +218,7 @@ def open_analysis(run_dir: Path, output: Path | None) -> Analysis:
         InputError: there is none, or it cannot be read.
     """
     folder = analysis_path(run_dir, output)
+    _heal(folder)
     steps = folder / "steps.parquet"
     if not steps.is_file():
         where = "" if output is None else f" -o {output}"

@@ -194,6 +194,8 @@ def _try_packing(model: Any) -> str:
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if kinds or getattr(config, "attention_chunk_size", None):
         return f"its layers are not plain attention ({', '.join(sorted(kinds)) or 'chunked attention'})"
+    if _rope_types(config) & {"dynamic", "longrope"}:
+        return "its rotary positions depend on the longest sequence of a pass"
     rng = np.random.default_rng(0)
     draw = [rng.integers(0, config.vocab_size, size) for size in (_PROMPT, *_RESPONSES)]
     device = model.get_output_embeddings().weight.device
@@ -212,6 +214,13 @@ def _try_packing(model: Any) -> str:
     tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
     gap = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
     return "" if gap <= tolerance else f"packed and separate passes differ by {gap:.1e} of the largest state"
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Kinds of rotary positions: one for the model, or one for each kind of layer."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [found, *(part for part in found.values() if isinstance(part, dict))]
+    return {str(part.get("rope_type", part.get("type"))) for part in parts}
 
 
 AttentionInterface.register(NAME, attend)

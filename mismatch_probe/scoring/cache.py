@@ -61,7 +61,7 @@ class ScoreCache:
     def get(self, path: Path) -> StepScores | None:
         """The scores in a file; None where there are none."""
         try:
-            with np.load(path, allow_pickle=False) as found:
+            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
                 return _scores({name: found[name] for name in found.files})
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return None
