@@ -1,145 +1,154 @@
-"""Speed, memory and agreement of the scorer against the obvious one, on a run that is there:
+"""Speed of the scorer against the usual ones, on the same tokens, model and dtype, in one run:
 
-    python benchmarks/scoring.py RUN_DIR [--sequences N] [--rounds R]
+    python -m benchmarks.scoring MODEL [--groups G] [--rounds R] [--dtype float32 bfloat16] [--vllm-python PYTHON]
 
-RUN_DIR is a native run whose step 0 is on-policy and whose step 1 holds two versions of the weights, such as
-``benchmarks/engine_gap.py record`` writes. The obvious scorer takes one sequence at a time, all its logits and a
-float32 log_softmax, and at step 1 both versions and KL(pi_s || pi). ``StepScorer`` also gives entropies, the other KL,
-total variation, the bias vectors and the noise floor. Each round runs each scorer in a process of its own, on float32
-weights that are already loaded. Ratios are of the best times in R rounds, obvious over this; memory is what the
-process holds before scoring and at most while scoring; the last columns are the largest differences from the obvious.
+MODEL is a Hugging Face directory of a Llama-like model with a tokenizer. The workload is groups of 8 responses of 64 to
+256 tokens to a prompt of 512, cut from this project's pages; a second version of the weights is MODEL plus noise. Each
+scorer runs in a process of its own with the model loaded and warm; the best of R rounds counts. Times are processor
+seconds: set OMP_NUM_THREADS=1, or another program's use of the cores is counted too. ``ceiling`` is the time of the same
+matrix products alone, every prompt once. martingale and vLLM are left out where they are not installed; vLLM runs with
+PYTHON, the interpreter of its own environment.
+
+    python -m benchmarks.scoring --linear        time against tokens, 10^4 to 10^6, small random Llama
+    python -m benchmarks.scoring --memory        peak memory of the head pass against tokens and vocabulary
 """
 # ruff: noqa: T201
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from mismatch_probe.readers import open_run
-from mismatch_probe.run import Rollouts, Run
-
-Columns = dict[str, np.ndarray]
-Scorer = Callable[[Rollouts], Columns]
-CASES = (("one version", 0), ("two versions", 1))
-NAMES = ("stale_logprob", "trainer_logprob", "kl_stale_trainer")
-STATUS = Path("/proc/self/status")
+from benchmarks.scorers import SCORERS, ceiling
+from benchmarks.workload import ROOT, workload
 
 
-def obvious(run: Run, step: int) -> Scorer:
-    """One sequence at a time, full logits."""
+def measure(model: Path, second: Path, which: str, dtype: str, groups: int, rounds: int, out: Path) -> None:
+    """In a process of its own: load, warm up, score."""
+    score = SCORERS[which](model, second, dtype)
+    work = workload(model, groups)
+    score(workload(model, 1, seed=1))
+    best = {"cpu": float("inf"), "wall": float("inf")}
+    for _ in range(rounds):
+        cpu, wall = time.process_time(), time.perf_counter()
+        values = score(work)
+        best["cpu"] = min(best["cpu"], time.process_time() - cpu)
+        best["wall"] = min(best["wall"], time.perf_counter() - wall)
+    np.savez(out, values=values, tokens=work.tokens, **best)
+
+
+def perturbed(model: Path, folder: Path) -> Path:
+    """A second version: every matrix moved by a thousandth of its size."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    paths = [run.sampler_checkpoint(0), run.trainer_checkpoint(step)]
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in dict.fromkeys(paths)]
-
-    @torch.inference_mode()
-    def score(rollouts: Rollouts) -> Columns:
-        parts: list[list[torch.Tensor]] = []
-        for row in range(len(rollouts)):
-            prompt, response = rollouts.prompt[row], torch.from_numpy(rollouts.response[row])
-            ids = torch.cat([torch.from_numpy(prompt), response])[None]
-            logps = [model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in models]
-            values = [logp.gather(-1, response[:, None])[:, 0] for logp in logps]
-            if len(logps) == 2:
-                values.append((logps[0].exp() * (logps[0] - logps[1])).sum(-1))
-            parts.append(values)
-        return {name: torch.cat(values).numpy() for name, values in zip(NAMES, zip(*parts, strict=True), strict=False)}
-
-    return score
+    network = AutoModelForCausalLM.from_pretrained(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in network.parameters():
+            if weight.dim() == 2:
+                weight += 1e-3 * weight.std() * torch.randn(weight.shape, generator=generator)
+    network.save_pretrained(folder)
+    return folder
 
 
-def tool(run: Run, step: int, max_tokens: int = 16384) -> Scorer:
-    """The scorer of ``decompose``, with its ``--max-tokens``."""
+def compare(options: argparse.Namespace, dtype: str, second: Path) -> None:
+    """Every scorer, and a row for each."""
+    work = workload(options.model, options.groups)
+    least, flops = ceiling(options.model, work, dtype)
+    parts = ", ".join(f"{name} {value / sum(flops.values()):.0%}" for name, value in flops.items())
+    print(
+        f"\n{dtype}: {work.tokens} response tokens, {work.unique} unique of {512 * len(work.pairs) + work.tokens} ({parts})\n"
+    )
+    print(
+        "| scorer | tokens/s | time, StepScorer = 1 | share of the ceiling | max. difference |\n|---|---:|---:|---:|---:|"
+    )
+    first = None
+    for which in SCORERS:
+        python = options.vllm_python if which.startswith("vLLM") else sys.executable
+        if python is None or (which == "martingale" and find_spec("martingale") is None):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "found.npz"
+            child = [str(options.model), "--child", which, dtype, str(second), str(out)]
+            counts = ["--groups", str(options.groups), "--rounds", str(options.rounds)]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            subprocess.run([python, "-m", "benchmarks.scoring", *child, *counts], check=True, env=environment, cwd=ROOT)
+            found = dict(np.load(out))
+        seconds, values = float(found["cpu"]), found["values"]
+        first = (seconds, values) if first is None else first
+        share = "" if which == "StepScorer, two versions" else f"{least / seconds:.0%}"
+        gap = np.abs(values - first[1]).max()
+        print(f"| {which} | {work.tokens / seconds:.0f} | {seconds / first[0]:.2f} | {share} | {gap:.1e} |", flush=True)
+    print(f"| bare matrix products | {work.tokens / least:.0f} | {least / first[0]:.2f} | 100% | |")
+
+
+def linear(folder: Path) -> None:
+    """Time against tokens, and the exponent of the fit."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     from mismatch_probe.assemble import halves
+    from mismatch_probe.run import Ragged
     from mismatch_probe.scoring.network import ScoringOptions
     from mismatch_probe.scoring.score import StepScorer
 
-    scorer = StepScorer(ScoringOptions(device="cpu", max_tokens=max_tokens))
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    scorer = StepScorer(ScoringOptions(device="cpu"))
+    rng, sizes, seconds = np.random.default_rng(0), [], []
+    for tokens in (10_000, 30_000, 100_000, 300_000, 1_000_000):
+        from benchmarks.workload import Workload
 
-    def score(rollouts: Rollouts) -> Columns:
-        return vars(scorer.score(rollouts, halves(rollouts), run.trainer_checkpoint(step), run.sampler_checkpoint))
-
-    return score
-
-
-SCORERS: dict[str, Callable[[Run, int], Scorer]] = {
-    "obvious": obvious,
-    "StepScorer": tool,
-    "StepScorer, max_tokens 4096": partial(tool, max_tokens=4096),
-}
-
-
-def mebibytes(field: str) -> float:
-    """A line of ``/proc/self/status``; the kernel's own peak, as a child inherits getrusage's from its parent."""
-    return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith(field)) / 1024
-
-
-def measure(path: Path, which: str, step: int, sequences: int, out: Path) -> None:
-    """In a process of its own: load, warm up, score once, and write what was found."""
-    run = open_run(path)
-    rollouts = run.steps[step].load()
-    rollouts = rollouts.take(np.arange(min(sequences, len(rollouts))))
-    score = SCORERS[which](run, step)
-    score(rollouts.take(np.array([0])))
-    loaded = mebibytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    wall, cpu = time.perf_counter(), time.process_time()
-    columns = score(rollouts)
-    seconds = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-    found: dict[str, Any] = {name: columns[name] for name in NAMES if name in columns} | seconds
-    found |= {"loaded": loaded, "peak": mebibytes("VmHWM"), "tokens": len(rollouts.response.values)}
-    np.savez(out, **found)
-
-
-def compare(options: argparse.Namespace, step: int, case: str) -> None:
-    """Run the scorers in turn, as often as asked, and print the rows of one case."""
-    found: dict[str, list[Columns]] = {which: [] for which in SCORERS}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.npz"
-        for _ in range(options.rounds):
-            for which, rounds in found.items():
-                child = ["--child", which, str(step), str(options.sequences), str(out)]
-                subprocess.run([sys.executable, __file__, str(options.run), *child], check=True)
-                rounds.append(dict(np.load(out)))
-    first = found["obvious"]
-    for which, rounds in found.items():
-        best = {kind: min(float(one[kind]) for one in rounds) for kind in ("wall", "cpu")}
-        wall, cpu = (min(float(one[kind]) for one in first) / best[kind] for kind in best)
-        memory = " | ".join(f"{max(float(one[kind]) for one in rounds):.0f}" for kind in ("loaded", "peak"))
-        gaps = " | ".join(
-            f"{np.abs(first[0][name] - rounds[0][name]).max():.1e}" if name in first[0] else "-" for name in NAMES
-        )
-        speed = float(rounds[0]["tokens"]) / best["wall"]
-        print(f"| {case} | {which} | {speed:.0f} | {wall:.2f} | {cpu:.2f} | {memory} | {gaps} |", flush=True)
+        groups = tokens // 1280
+        prompts = [rng.integers(0, 8192, 512) for _ in range(groups)]
+        rollouts = Workload(prompts, [[rng.integers(0, 8192, 160) for _ in range(8)] for _ in prompts]).rollouts()
+        assert isinstance(rollouts.prompt, Ragged)
+        started = time.process_time()
+        scorer.score(rollouts, halves(rollouts), folder, lambda _: folder)
+        sizes.append(len(rollouts.response.values))
+        seconds.append(time.process_time() - started)
+        print(f"{sizes[-1]:>9,} tokens {seconds[-1]:8.2f} s {sizes[-1] / seconds[-1]:8.0f} tokens/s", flush=True)
+    power = np.polyfit(np.log(sizes), np.log(seconds), 1)[0]
+    print(f"seconds grow as tokens to the power {power:.3f}")
 
 
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--vllm-python")
+    parser.add_argument("--linear", action="store_true")
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        which, step, sequences, out = options.child
-        measure(options.run, which, int(step), int(sequences), Path(out))
+        which, dtype, second, out = options.child
+        measure(options.model, Path(second), which, dtype, options.groups, options.rounds, Path(out))
         return
-    print("| step | scorer | tokens/s | wall ratio | CPU ratio | loaded, MiB | peak, MiB | log pi_s | log pi | KL |")
-    print("|---|---" + "|---:" * 8 + "|")
-    for case, step in CASES:
-        compare(options, step, case)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.linear:
+            linear(Path(folder))
+        elif options.memory:
+            from benchmarks.head_memory import table
+
+            table()
+        else:
+            second = perturbed(options.model, Path(folder) / "second")
+            for dtype in options.dtype:
+                compare(options, dtype, second)
 
 
 if __name__ == "__main__":

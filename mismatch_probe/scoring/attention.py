@@ -24,6 +24,8 @@ from mismatch_probe.scoring.packing import Pack, Trunk, packs
 NAME = "mismatch_probe"
 _QUERIES = 1024
 """Queries whose mask is held at once."""
+_BLOCK = 128
+"""Queries of one block of a short trunk."""
 
 
 class UnsupportedAttentionError(Exception):
@@ -44,6 +46,7 @@ class _Pass:
     trunks: tuple[Trunk, ...]
     memory: Memory
     layer: int = 0
+    masks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
 
 _running: list[_Pass] = []
@@ -81,7 +84,8 @@ def attend(
     unknown = [name for name in ("s_aux", "position_bias", "head_mask") if others.get(name) is not None]
     if attention_mask is not None or dropout or unknown or not getattr(module, "is_causal", True):
         raise UnsupportedAttentionError(", ".join(unknown) or "a mask, dropout or attention both ways")
-    kernel = _Kernel(scaling, sliding_window or None, softcap)
+    masks = _running[-1].masks if _running else {}
+    kernel = _Kernel(scaling, sliding_window or None, softcap, masks)
     if not _running:
         return kernel.rows(query, key, value, 0).transpose(1, 2), None
     state = _running[-1]
@@ -110,44 +114,60 @@ def attend(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Causal attention with a scale, a window (how many places, its own included, a token sees) and a cap."""
+    """Causal attention with a scale, a window (how many places, its own included, a token sees) and a cap.
+
+    ``masks`` keeps those of the pass: every layer needs the same ones.
+    """
 
     scale: float | None
     window: int | None
     softcap: float | None
+    masks: dict[tuple[int, ...], Tensor]
 
     def rows(self, query: Tensor, key: Tensor, value: Tensor, before: int) -> Tensor:
         """Queries at places ``before``, ``before`` + 1, ... over keys at places 0, 1, ...; (B, heads, n, d)."""
         count = query.shape[2]
+        step = _QUERIES
         if before == 0 and self.softcap is None and (self.window is None or count <= self.window):
-            return self._product(query, key, value, None)
+            # torch's causal kernel on a CPU computes most of what it then masks, where the rows are few.
+            if query.is_cuda or not _BLOCK < count <= 8 * _BLOCK:
+                return self._product(query, key, value, None)
+            step = _BLOCK
         blocks = []
-        for start in range(0, count, _QUERIES):
-            stop = min(start + _QUERIES, count)
+        for start in range(0, count, step):
+            stop = min(start + step, count)
             first = 0 if self.window is None else max(0, before + start - self.window + 1)
-            place = torch.arange(before + start, before + stop, device=query.device)[:, None]
-            other = torch.arange(first, before + stop, device=query.device)
-            seen = other <= place
-            if self.window is not None:
-                seen &= other > place - self.window
             keys = slice(first, before + stop)
+            seen = self._mask(query, before + start - first, stop - start)
             blocks.append(self._product(query[:, :, start:stop], key[:, :, keys], value[:, :, keys], seen))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
-    def _product(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
+    def _mask(self, query: Tensor, before: int, count: int) -> Tensor:
+        """0 where a query sees a key and -inf where not, (count, before + count); queries begin at place ``before``."""
+        name = before, count, self.window or 0
+        if name not in self.masks:
+            place = torch.arange(before, before + count, device=query.device)[:, None]
+            other = torch.arange(before + count, device=query.device)
+            hidden = other > place
+            if self.window is not None:
+                hidden |= other <= place - self.window
+            mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+            self.masks[name] = mask.masked_fill_(hidden, -torch.inf)
+        return self.masks[name]
+
+    def _product(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         if groups > 1 and (query.is_cuda or self.softcap is not None):
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
             groups = 1
         if self.softcap is None:
             return scaled_dot_product_attention(
-                query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.scale, enable_gqa=groups > 1
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=groups > 1
             )
-        assert seen is not None
         scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if self.scale is None else self.scale)
         scores = torch.tanh(scores / self.softcap) * self.softcap
-        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-        return scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
+        assert mask is not None
+        return (scores + mask).softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 def run_packed(body: Any, pack: Pack, memory: Memory, device: torch.device) -> Tensor:

@@ -71,8 +71,9 @@ def score(
     token_ids = token_ids.to(hidden.device)
     scores = TokenScores(*_empty(2, hidden))
     factors = None if sketch is None else sketch.empty(hidden)
+    buffer = _buffer(network, len(token_ids), chunk_elements)
     for span in _chunks(len(token_ids), network.vocab_size, chunk_elements):
-        one = _Reduction(network, hidden[span], token_ids[span], temperature)
+        one = _Reduction(network, hidden[span], token_ids[span], temperature, buffer)
         for tile in one.tiles:
             one.shifted(tile)
             one.add(tile)
@@ -118,22 +119,24 @@ def compare(
         bias_sum=torch.zeros(2, vocab_size, dtype=torch.float64, device=stale[1].device),
         factors=None if sketch is None else sketch.empty(trainer[1]),
     )
+    buffers = tuple(_buffer(network, len(token_ids), chunk_elements) for network, _ in (stale, trainer))
     for span in _chunks(len(token_ids), vocab_size, chunk_elements):
-        _compare_chunk(pair, span, (stale, trainer), token_ids[span], half[span], temperature, sketch)
+        s, t = (
+            _Reduction(network, states[span], token_ids[span], temperature, buffer)
+            for (network, states), buffer in zip((stale, trainer), buffers, strict=True)
+        )
+        running = None if sketch is None else Running(sketch, t.logits)
+        _compare_chunk(pair, span, s, t, half[span], running)
+        if running is not None and pair.factors is not None:
+            ratio = (pair.trainer.logprob[span] - pair.stale.logprob[span]).exp()
+            running.put(pair.factors, span, token_ids[span], trainer[1][span], ratio)
     return pair
 
 
 def _compare_chunk(
-    pair: PairScores,
-    span: slice,
-    networks: tuple[tuple[Network, Tensor], tuple[Network, Tensor]],
-    token_ids: Tensor,
-    half: Tensor,
-    temperature: float,
-    sketch: HeadSketch | None,
+    pair: PairScores, span: slice, s: _Reduction, t: _Reduction, half: Tensor, running: Running | None
 ) -> None:
-    """Fill the tokens of one chunk. A function of its own: its arrays are gone before the next chunk's are made."""
-    s, t = (_Reduction(network, states[span], token_ids, temperature) for network, states in networks)
+    """Fill the tokens of one chunk."""
     under_s, under_t = (torch.zeros_like(s.mass) for _ in range(2))
     for tile in s.tiles:
         gap = s.shifted(tile) - t.shifted(tile)
@@ -148,7 +151,6 @@ def _compare_chunk(
     pair.same_top[span] = torch.where(kl.isnan(), torch.nan, (s.best == t.best).double())
     halves = torch.stack([half == 0, half == 1]).to(s.logits.dtype)
     variation = torch.zeros_like(s.mass)
-    running = None if sketch is None else Running(sketch, t.logits)
     for tile in s.tiles:
         p_s, p_t = s.probabilities(tile), t.probabilities(tile)
         if running is not None:
@@ -158,9 +160,6 @@ def _compare_chunk(
         pair.bias_sum[:, tile] += halves @ difference
         variation += _sum(difference.abs_())
     pair.total_variation[span] = torch.where(kl.isnan(), torch.nan, 0.5 * variation)
-    if running is not None and pair.factors is not None:
-        ratio = (pair.trainer.logprob[span] - pair.stale.logprob[span]).exp()
-        running.put(pair.factors, span, token_ids, networks[1][1][span], ratio)
 
 
 class _Reduction:
@@ -169,8 +168,8 @@ class _Reduction:
     With m the largest logit of a row, ``mass`` is sum exp(z - m), (n,) float64, and ``best`` where m lies.
     """
 
-    def __init__(self, network: Network, hidden: Tensor, token_ids: Tensor, temperature: float) -> None:
-        self.logits = network.logits(hidden)
+    def __init__(self, network: Network, hidden: Tensor, token_ids: Tensor, temperature: float, buffer: Tensor) -> None:
+        self.logits = network.logits(hidden, buffer[: len(hidden)])
         if temperature != 1.0:
             self.logits /= temperature
         self._most, best = self.logits.max(dim=-1, keepdim=True)
@@ -212,6 +211,12 @@ def _sum(values: Tensor) -> Tensor:
 def _chunks(tokens: int, vocab_size: int, chunk_elements: int) -> Iterator[slice]:
     width = max(1, chunk_elements // vocab_size)
     return (slice(start, min(start + width, tokens)) for start in range(0, tokens, width))
+
+
+def _buffer(network: Network, tokens: int, chunk_elements: int) -> Tensor:
+    """Where the logits of every chunk go in turn: pages that are used already are not asked of the system again."""
+    rows = min(tokens, max(1, chunk_elements // network.vocab_size))
+    return torch.empty(rows, network.vocab_size, dtype=network.logits_dtype, device=network.weight.device)
 
 
 def _empty(count: int, like: Tensor) -> list[Tensor]:

@@ -134,10 +134,20 @@ class Network:
         """
         return run_packed(self._body, pack, memory, self.weight.device)
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Precision of the logits: float32, or float64 where the weights are."""
+        return torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states, before temperature: (n, H) -> (n, V), float32 or float64."""
-        logits = self._product(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits of hidden states, before temperature: (n, H) -> (n, V), float32 or float64.
+
+        Args:
+            hidden: final hidden states.
+            out: where they go, (n, V); None makes an array.
+        """
+        logits = self._product(hidden, out)
         if self._bias is not None:
             logits += self._bias
         if self._multiplier != 1.0:
@@ -146,15 +156,17 @@ class Network:
             logits = torch.tanh_(logits.div_(self._softcap)).mul_(self._softcap)
         return logits
 
-    def _product(self, hidden: Tensor) -> Tensor:
+    def _product(self, hidden: Tensor, out: Tensor | None) -> Tensor:
         """hidden @ weight.T with a float32 result (float64 for float64 weights)."""
         if self.weight.dtype in (torch.float32, torch.float64):
-            return hidden @ self.weight.T
+            return torch.mm(hidden, self.weight.T, out=out)
         if self.weight.is_cuda and _MM_WIDENS:
-            return torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
+            if out is None:
+                return torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
+            return torch.mm(hidden, self.weight.T, out_dtype=torch.float32, out=out)
         if self._wide_weight is None:
             self._wide_weight = self.weight.float()
-        return hidden.float() @ self._wide_weight.T
+        return torch.mm(hidden.float(), self._wide_weight.T, out=out)
 
     @torch.inference_mode()
     def _check_head(self) -> None:
