@@ -67,7 +67,7 @@ def martingale(model: Path, second: Path, dtype: str) -> Score:
 
 
 def padded(model: Path, second: Path, dtype: str) -> Score:
-    """Right-padded batches of a group, logits of the response, log_softmax and gather: trainers without fused kernels."""
+    """Right-padded batches of a group, log_softmax and gather: what trainers without fused kernels do."""
     import torch
 
     network = _model(model, dtype)

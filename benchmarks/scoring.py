@@ -5,9 +5,9 @@
 MODEL is a Hugging Face directory of a Llama-like model with a tokenizer. The workload is groups of 8 responses of 64 to
 256 tokens to a prompt of 512, cut from this project's pages; a second version of the weights is MODEL plus noise. Each
 scorer runs in a process of its own with the model loaded and warm; the best of R rounds counts. Times are processor
-seconds: set OMP_NUM_THREADS=1, or another program's use of the cores is counted too. ``ceiling`` is the time of the same
-matrix products alone, every prompt once. martingale and vLLM are left out where they are not installed; vLLM runs with
-PYTHON, the interpreter of its own environment.
+seconds: set OMP_NUM_THREADS=1, or waiting threads are counted too. ``ceiling`` is the time of the same matrix products
+alone, every prompt once. martingale and vLLM are left out where they are not installed; vLLM runs with PYTHON, the
+interpreter of its own environment.
 
     python -m benchmarks.scoring --linear        time against tokens, 10^4 to 10^6, small random Llama
     python -m benchmarks.scoring --memory        peak memory of the head pass against tokens and vocabulary
