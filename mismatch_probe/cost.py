@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_EFFICIENCY = 0.4
+_EFFICIENCY = 0.7
 """Share of the matrix-product rate that a forward pass reaches."""
 _VOCABULARY_FLOPS = 60
 """Cost of one vocabulary entry's exponentials and sums, in multiply-add equivalents."""

@@ -223,6 +223,16 @@ def test_the_next_checkpoint_is_read_in_another_thread(tmp_path: Path, monkeypat
     assert len(readers) == 1 and readers[0] != threading.get_ident()
 
 
+def test_nobody_waits_for_a_digest_that_is_not_wanted_any_more(tmp_path: Path, monkeypatch) -> None:
+    save_model(tmp_path / "one", "qwen3")
+    monkeypatch.setattr("mismatch_probe.checkpoints.fingerprint._BLOCK", 1000)
+    prints = Fingerprints(tmp_path / "weights.json")
+    prints.close()
+    with pytest.raises(InterruptedError):
+        prints._digest(tmp_path / "one")
+    assert json.loads((tmp_path / "weights.json").read_text()) == {}
+
+
 def test_half_memory_halves_the_passes(run: Planted, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """A device that holds 20 tokens a pass; the scores are those of small passes, and it is said once."""
     packed = Network.packed
@@ -249,6 +259,21 @@ def test_no_memory_at_all_is_one_line(run: Planted, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Network, "packed", none)
     assert main(["decompose", str(run.path), "--no-cache", "-q"]) == 2
     assert "out of memory with passes of 16 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("memory", ["plenty", "little"])
+def test_versions_of_one_response_stay_loaded_where_there_is_memory(
+    run: Planted, loaded: list[str], memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In-flight updates: step 3 drawn by versions 0, 1 and 2, in many units."""
+    for row in run.rows[3]:
+        row["sampler_version"] = [min(2, place // 2) for place in range(len(row["response_ids"]))]
+    write_rows(run.path / "rollouts" / "step_000003.parquet", run.rows[3])
+    if memory == "little":
+        monkeypatch.setattr("mismatch_probe.scoring.networks.free_memory", lambda _: 1000)
+    assert decompose(run, "--steps", "3", "--no-cache", "--max-tokens", "2") == 0
+    assert (sorted(loaded) == [f"step_00000{v}" for v in range(4)]) == (memory == "plenty")
+    assert set(loaded) == {f"step_00000{v}" for v in range(4)}
 
 
 def test_replayed_sequences_are_forwarded_once_under_the_weights_that_drew_them(

@@ -32,6 +32,7 @@ class Fingerprints:
         self._lock = threading.Lock()
         self._reader = ThreadPoolExecutor(1, "checkpoint-reader")
         self._digests: dict[Path, Future[str]] = {}
+        self._closed = threading.Event()
 
     def ahead(self, paths: list[Path]) -> None:
         """Begin to read these checkpoints, in the order given."""
@@ -50,6 +51,7 @@ class Fingerprints:
 
     def close(self) -> None:
         """Stop reading, and write what was learned."""
+        self._closed.set()
         self._reader.shutdown(wait=False, cancel_futures=True)
         if self._memo is not None:
             part = self._memo.with_name(f".{self._memo.name}.{os.getpid()}")
@@ -85,6 +87,9 @@ class Fingerprints:
         with file.open("rb") as stream:
             while block := stream.read(_BLOCK):
                 mark.update(block)
+                # The interpreter waits for its threads: a file of many gigabytes must not hold up its end.
+                if self._closed.is_set():
+                    raise InterruptedError(f"{file}: nobody waits for its digest any more")
         with self._lock:
             self._known[key] = mark.hexdigest()
             return self._known[key]

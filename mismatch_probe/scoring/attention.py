@@ -204,7 +204,7 @@ def why_not_packed(model: Any) -> str:
     # Each architecture fails in its own way when it is asked for what it does not know.
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    if reason:
+    if reason and model.config._attn_implementation != before:
         model.set_attn_implementation(before)
     return reason
 

@@ -101,6 +101,11 @@ class Network:
         return type(self._model).__name__
 
     @property
+    def bytes(self) -> int:
+        """Size of its weights."""
+        return sum(weight.nbytes for weight in self._model.parameters())
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the output head, V."""
         return self.weight.shape[0]

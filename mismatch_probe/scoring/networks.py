@@ -6,8 +6,28 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from mismatch_probe.errors import CheckpointError
 from mismatch_probe.scoring.network import Network, ScoringOptions
+
+_MOST, _SPARE = 8, 4
+"""Networks that are held at most; one more than usual where so many times the largest one's size is free."""
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a device, for a CPU within the limits of the system and of its container; None unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        most, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
+        if most.is_file() and (limit := most.read_text().strip()) != "max":
+            found.append(int(limit) - int(used.read_text()))
+        return min(found)
+    except (OSError, ValueError):
+        return None
 
 
 class Networks:
@@ -16,7 +36,7 @@ class Networks:
     Args:
         options: how they are loaded.
         base: the model below checkpoints that are adapters.
-        capacity: how many stay loaded.
+        capacity: how many stay loaded, and more where there is much memory.
         on_unusable: called with the error of a checkpoint that cannot be loaded, which then counts as absent; None
             raises it.
         on_notice: called with what a user must know of how a network is run.
@@ -48,8 +68,7 @@ class Networks:
             CheckpointError: it cannot be loaded.
         """
         if path not in self._networks:
-            while len(self._networks) >= self._capacity:
-                self._networks.popitem(last=False)
+            self._make_room()
             network = Network(path, self._options, self._base)
             if network.no_packing:
                 why = network.no_packing
@@ -57,6 +76,18 @@ class Networks:
             self._networks[path] = network
         self._networks.move_to_end(path)
         return self._networks[path]
+
+    def _make_room(self) -> None:
+        """Let go of networks that were not used for long: down to the capacity, but for those that memory has room for.
+
+        In-flight updates need several versions at once, and loading one takes as long as scoring thousands of tokens.
+        """
+        while len(self._networks) >= self._capacity:
+            largest = max(network.bytes for network in self._networks.values())
+            free = free_memory(self._options.torch_device())
+            if len(self._networks) < _MOST and free is not None and free > _SPARE * largest:
+                return
+            self._networks.popitem(last=False)
 
     def usable(self, path: Path | None, beside: Path | None = None) -> Path | None:
         """The path, where its network can be loaded and has the vocabulary of the one beside it.
