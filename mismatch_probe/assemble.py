@@ -12,6 +12,7 @@ import numpy as np
 from mismatch_probe.resolve import Gaps
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Rollouts
 from mismatch_probe.stats.breakdown import Rule, StepEss
+from mismatch_probe.stats.floor import floor_top, noise_floor, within_floor
 from mismatch_probe.stats.intervals import DEFAULT_METHOD, ClusterIntervals
 from mismatch_probe.stats.ratios import Levels, Split, split
 from mismatch_probe.stats.summary import BiasVectors, StepTokens, Summary, summarise
@@ -120,19 +121,27 @@ def step_row(
     }
     rule = judgement.rule
     ess = summary.intervals[f"ess_{rule.ratio}_{rule.level}"]
-    status = StepEss(data.step, ess.value, ess.low, ess.high, approximate=data.gap > 0).status(rule.threshold)
+    noise = _noise(data, intervals)
+    judged = StepEss(
+        data.step,
+        ess.value,
+        ess.low,
+        ess.high,
+        approximate=data.gap > 0,
+        within_floor=rule.ratio == "discrepancy" and _is_noise(summary.intervals["discrepancy_rms"].value, noise),
+    )
     row = {
         "step": data.step,
         **_counts(data),
         **{name: interval.value for name, interval in summary.intervals.items()},
         **ends,
         **summary.values,
-        **_noise(data),
+        **noise,
         "breakdown_level": rule.level,
         "breakdown_ratio": rule.ratio,
         "breakdown_threshold": rule.threshold,
         "breakdown_probability": ess.share_below(rule.threshold),
-        "status": str(status),
+        "status": str(judged.status(rule.threshold)),
         "reasons": [*_null_reasons(data, summary), *extra_reasons],
     }
     return row, summary
@@ -205,17 +214,27 @@ def _counts(data: StepData) -> dict[str, Any]:
     }
 
 
-def _noise(data: StepData) -> dict[str, Any]:
+def _noise(data: StepData, intervals: ClusterIntervals) -> dict[str, Any]:
     noise = data.scores.noise
+    group = data.levels.group_of_sequence[data.rollouts.sequence_of_token[data.scores.noise_place]]
+    floor = noise_floor(noise, group, intervals)
     logged = data.rollouts.trainer_logprob[data.counted]
     gap = (logged - data.trainer)[data.trainer_rescored & ~np.isnan(logged)]
     return {
-        "noise_floor_rms": _rms(noise),
+        "noise_floor_rms": floor.value,
+        "noise_floor_rms_ci_low": floor.low,
+        "noise_floor_rms_ci_high": floor.high,
         "noise_floor_max": float(np.abs(noise).max()) if len(noise) else math.nan,
         "noise_floor_tokens": len(noise),
         "logged_trainer_gap_rms": _rms(gap),
         "logged_trainer_gap_max": float(np.abs(gap).max()) if len(gap) else math.nan,
     }
+
+
+def _is_noise(rms: float, noise: dict[str, Any]) -> bool:
+    """True for a discrepancy no larger than the probe's own noise."""
+    top = floor_top(noise["noise_floor_rms_ci_high"], noise["noise_floor_max"])
+    return bool(within_floor(np.array(rms), top))
 
 
 def _null_reasons(data: StepData, summary: Summary) -> list[str]:

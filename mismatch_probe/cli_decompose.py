@@ -52,6 +52,16 @@ def decompose(
         Path | None, typer.Option("--cache", help="Folder of finished scores; default scores/ in the analysis folder.")
     ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither use nor keep finished scores.")] = False,
+    reference: Annotated[
+        str | None, typer.Option(help="Say whose error D is, against float32; on a CPU also float64.")
+    ] = None,
+    reference_sequences: Annotated[int, typer.Option(min=1, help="Responses a step for --reference.")] = 16,
+    fresh_rollouts: Annotated[
+        int | None, typer.Option(min=1, help="Full KL: responses a step to draw from the trainer's weights.")
+    ] = None,
+    fresh_steps: Annotated[
+        str | None, typer.Option(help="Steps for --fresh-rollouts, as --steps; default all.")
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run model code that comes with a checkpoint.")
     ] = False,
@@ -92,6 +102,10 @@ def decompose(
         max_tokens=max_tokens,
         cache=cache,
         keep_scores=not no_cache,
+        reference=reference,
+        reference_sequences=reference_sequences,
+        fresh_rollouts=fresh_rollouts,
+        fresh_steps=fresh_steps,
         trust_remote_code=trust_remote_code,
         nearest=nearest,
         gradient=gradient,

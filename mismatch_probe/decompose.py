@@ -16,9 +16,12 @@ from mismatch_probe.checkpoints.describe import digest
 from mismatch_probe.errors import CheckpointError, NothingToJudgeError
 from mismatch_probe.executors.local import LocalExecutor
 from mismatch_probe.executors.plan import Callbacks, Executor
+from mismatch_probe.extras import ExtraOptions, Extras
 from mismatch_probe.folder import SCORES, Staging
+from mismatch_probe.fresh import FreshPlan
 from mismatch_probe.planning import Planner, Planning, StepPlan
 from mismatch_probe.record import record, relative, run_name
+from mismatch_probe.reference import DEFAULT_SEQUENCES
 from mismatch_probe.resolve import semantic_reasons
 from mismatch_probe.rows import place_table, sequence_rows, token_table
 from mismatch_probe.run import Rejected, Run, Step
@@ -80,6 +83,10 @@ class DecomposeOptions:
     clip_eps: float = 0.2
     cache: Path | None = None
     keep_scores: bool = True
+    reference: str | None = None
+    reference_sequences: int = DEFAULT_SEQUENCES
+    fresh_rollouts: int | None = None
+    fresh_steps: StepSelection | None = None
 
 
 def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progress, overwrite: bool = False) -> None:
@@ -94,9 +101,8 @@ def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progr
     steps = run.steps if options.steps is None else options.steps.choose(run.steps)
     for notice in (*run.notices, *semantic_reasons(run), *_precision(run, options)):
         progress.notice(notice)
-    progress.start(len(steps))
     with Staging(folder, overwrite) as staging:
-        job = _Job(run, options, progress, folder)
+        job = _Job(run, options, progress, folder, steps)
         job.decompose(steps, staging.path)
         if not job.compared:
             raise NothingToJudgeError(_nothing(run, job))
@@ -113,7 +119,9 @@ def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progr
 class _Job:
     """The state that passes from step to step: the last bias vectors, the rows so far."""
 
-    def __init__(self, run: Run, options: DecomposeOptions, progress: Progress, folder: Path) -> None:
+    def __init__(
+        self, run: Run, options: DecomposeOptions, progress: Progress, folder: Path, steps: tuple[Step, ...]
+    ) -> None:
         self._run, self._options, self._progress = run, options, progress
         scoring = ScoringOptions(
             device=options.device,
@@ -122,7 +130,8 @@ class _Job:
             trust_remote_code=options.trust_remote_code,
         ).for_device()  # a device that is not there fails before anything is read
         self._scoring = scoring if options.max_tokens is None else replace(scoring, max_tokens=options.max_tokens)
-        self._cache = ScoreCache(options.cache or folder / SCORES, self._scoring) if options.keep_scores else None
+        kept = (options.cache or folder / SCORES) if options.keep_scores else None
+        self._cache = None if kept is None else ScoreCache(kept, self._scoring)
         self._judgement = Judgement(
             Rule(options.level, options.threshold, options.ratio),
             options.confidence,
@@ -130,6 +139,10 @@ class _Job:
             options.seed,
             options.intervals,
         )
+        asked = ExtraOptions(
+            options.reference, options.reference_sequences, options.fresh_rollouts, options.fresh_steps
+        )
+        self._extras = Extras(run, steps, self._scoring, kept, asked, self._judgement, self._callbacks())
         self._updates = UpdateOptions(options.gradient, options.gradient_target, options.clip_eps)
         self._bias = BiasVectors()
         self.trends = RunTrends(options.constancy_margin, options.confidence, options.seed)
@@ -151,9 +164,15 @@ class _Job:
 
     def decompose(self, steps: tuple[Step, ...], out: Path) -> None:
         """Plan, score and keep the rows of every step."""
+        self._progress.start(len(steps) + len(self._extras.fresh_steps))
+        if self._extras.cost:
+            self._progress.notice(self._extras.cost)
         try:
-            for plan, scores in self._executor().run(self._planner().plans(steps)):
-                self._keep(plan, scores, out)
+            for plan, scores in self._executor().run(self._extras.plans(self._planner().plans(steps))):
+                if isinstance(plan, FreshPlan):
+                    self._add(self._extras.fresh_row(plan, scores, self._data))
+                else:
+                    self._keep(plan, scores, out)
         except CheckpointError as error:
             raise CheckpointError(f"{error}. Or pass --skip-bad-rows to leave its tokens out") from None
 
@@ -172,13 +191,15 @@ class _Job:
         return Planner(self._run, planning, self._say)
 
     def _executor(self) -> Executor:
-        callbacks = Callbacks(
+        return LocalExecutor(self._scoring, self._run.adapter_base, self._cache, self._callbacks())
+
+    def _callbacks(self) -> Callbacks:
+        return Callbacks(
             on_plan=lambda plan: self._progress.step(plan.step.index, plan.forward_tokens),
             on_tokens=self._progress.tokens,
             on_notice=self._progress.notice,
             on_unusable=self._say_unusable if self._options.skip_bad_rows else None,
         )
-        return LocalExecutor(self._scoring, self._run.adapter_base, self._cache, callbacks)
 
     def _keep(self, plan: StepPlan, scores: StepScores, out: Path) -> None:
         """The rows of one step."""
@@ -191,13 +212,12 @@ class _Job:
         write_table(token_table(data, self.provenance), out / "tokens" / f"step={step}" / "part-0.parquet")
         reasons = (*semantic_reasons(self._run), *checkpoints.problems, *checkpoints.approximations)
         row, summary = step_row(data, self._judgement, self._bias, reasons)
-        more, why = update_row(data, self._judgement, self._updates)
-        row |= more
-        row["reasons"] += why
-        self._bias = summary.bias
+        self.step_rows.append(row)
+        self._add(update_row(data, self._judgement, self._updates))
+        self._add(self._extras.row(plan, data))
+        self._bias, self._data = summary.bias, data
         self.trends.add(data, summary)
         self.places.append(place_table(step, summary.places, self.provenance))
-        self.step_rows.append(row)
         self.sequences.append(table_of(sequence_rows(data), SEQUENCES, self.provenance))
         self.rejected.extend(rollouts.rejected)
         self._say_rejected(step, rollouts.rejected)
@@ -206,11 +226,18 @@ class _Job:
         for path in checkpoints.paths:
             self._digests.setdefault(relative(path, self._run.path), digest(path, self._run.adapter_base))
 
+    def _add(self, found: tuple[dict[str, Any], list[str]]) -> None:
+        """More columns, and reasons, of the step that was kept last."""
+        self.step_rows[-1] |= found[0]
+        self.step_rows[-1]["reasons"] += found[1]
+
     def record(self, steps: tuple[Step, ...]) -> dict[str, Any]:
         """What ``run.json`` says."""
         options = {key: value for key, value in asdict(self._options).items() if key not in _NOT_RECORDED}
-        options["steps"] = None if self._options.steps is None else self._options.steps.text
-        return record(self._run, steps, options, self._scoring, self._digests, len(self.rejected), self._notices)
+        for name in ("steps", "fresh_steps"):
+            options[name] = None if options[name] is None else options[name]["text"]
+        rest = (self._scoring, self._digests, len(self.rejected), self._notices)
+        return record(self._run, steps, options, *rest) | self._extras.record()
 
     def _say_unusable(self, error: CheckpointError) -> None:
         self._say(f"{error}. Left out")

@@ -10,6 +10,7 @@ import pandas as pd
 
 from mismatch_probe.errors import ExitCode, UsageError
 from mismatch_probe.folder import analysis_path, open_analysis
+from mismatch_probe.noise import WITHIN, noise_steps
 from mismatch_probe.readers import ReadOptions, open_run
 from mismatch_probe.reporters.ess_report import ess_report
 from mismatch_probe.reporters.format import nats
@@ -29,8 +30,9 @@ def run_decompose(
 ) -> int:
     """Read, decompose, print the table. ``options`` are the fields of DecomposeOptions, ``steps`` as text."""
     run = open_run(run_dir, ReadOptions(options["skip_bad_rows"], options["strict"], overrides), run_format)
-    text = options.pop("steps")
-    steps = None if text is None else StepSelection(text)
+    for name in ("steps", "fresh_steps"):
+        text = options[name]
+        options[name] = None if text is None else StepSelection(text, f"--{name.replace('_', '-')}")
     from mismatch_probe.decompose import DecomposeOptions, decompose
     from mismatch_probe.scoring.network import DTYPES
 
@@ -38,7 +40,7 @@ def run_decompose(
         raise UsageError(f"--dtype {options['dtype']}: unknown. Use {', '.join(DTYPES)}")
     folder = analysis_path(run_dir, output)
     with TerminalProgress(quiet) as progress:
-        decompose(run, folder, DecomposeOptions(steps=steps, **options), progress, overwrite)
+        decompose(run, folder, DecomposeOptions(**options), progress, overwrite)
     _print_result(run_dir, output)
     if not quiet:
         sys.stderr.write(f"wrote {folder}\n")
@@ -52,8 +54,7 @@ def _print_result(run_dir: Path, output: Path | None) -> None:
     console.print(decomposition_table(steps))
     console.print()
     console.print(
-        "D numerics, L stale weights: nats a token. token, seq, prompt: ESS of the lag. KL: prefix KL(pi_s || pi). "
-        f"{_noise_sentence(steps)}",
+        "D numerics, L stale weights: nats a token. token, seq, prompt: ESS of the lag. KL: prefix KL(pi_s || pi).",
         style="dim",
     )
     console.print(_bias_sentence(steps), style="dim")
@@ -66,15 +67,6 @@ def _print_result(run_dir: Path, output: Path | None) -> None:
     console.print(report.numerics)
     for sentence in report.answers:
         console.print(sentence)
-
-
-def _noise_sentence(steps: pd.DataFrame) -> str:
-    """What the probe itself adds by its batches, and on how many tokens it was measured."""
-    tokens = int(steps["noise_floor_tokens"].sum())
-    if not tokens:
-        return ""
-    floor = nats(float(steps["noise_floor_max"].max()))
-    return f"Batch shape alone moves a log-prob by at most {floor} nats ({tokens:,} tokens)."
 
 
 def _bias_sentence(steps: pd.DataFrame) -> str:
@@ -91,5 +83,7 @@ def _bias_sentence(steps: pd.DataFrame) -> str:
         cosine = step[f"bias_{part}_cosine_previous"]
         kept = f", cosine {cosine:.2f} with the step before" if cosine == cosine else ""
         mean = f"mean vector {step[f'bias_{part}_norm']:.1e} +- {step[f'bias_{part}_noise']:.1e}{kept}"
+        if part == "discrepancy" and noise_steps(known)[-1]:
+            mean += f"; {WITHIN}"
         parts.append(f"{symbol} {nats(step[f'bias_{part}_tv'])} (step {step['step']}; {mean})")
     return f"Score bias, total variation: {'; '.join(parts)}." if parts else "Score bias: null."

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
 import pandas as pd
 
 from mismatch_probe.config import Thresholds
 from mismatch_probe.errors import NothingToJudgeError
+from mismatch_probe.noise import WITHIN, noise_steps
+
+_FLOOR = ("noise_floor_rms", "noise_floor_rms_ci_high", "noise_floor_max")
 
 
 class Outcome(StrEnum):
@@ -23,7 +27,11 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One check and its worst step; ``value`` is NaN when unjudged."""
+    """One check and its worst step; ``value`` is NaN when unjudged.
+
+    A check of the discrepancy has the worst step's ``noise_floor_rms``, nats, and counts the steps at which the
+    discrepancy is within the probe's noise floor: those never fail it.
+    """
 
     name: str
     outcome: Outcome
@@ -36,6 +44,8 @@ class Check:
     steps: int = 0
     steps_judged: int = 0
     steps_failing: int = 0
+    noise_floor_rms: float = math.nan
+    steps_within_noise_floor: int = 0
 
     def sentence(self) -> str:
         """The check in words."""
@@ -49,6 +59,10 @@ class Check:
         worst = f"worst {self.value:.4g}{ends} at step {self.step}, threshold {self.threshold:g}"
         null = self.steps - self.steps_judged
         judged = f"{self.steps_judged} steps judged" + (f", {null} null or approximate" if null else "")
+        if not math.isnan(self.noise_floor_rms):
+            judged += f"; noise floor at step {self.step}: {self.noise_floor_rms:.2g} nats rms"
+        if self.steps_within_noise_floor:
+            judged += f"; {WITHIN} at {self.steps_within_noise_floor} steps, which fail nothing"
         if self.outcome is Outcome.PASSED:
             return f"{self.name}: {worst}, {judged}"
         return (
@@ -103,10 +117,10 @@ def _mass_errors(steps: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "step": steps["step"],
-            "nearest_gap_max": steps["nearest_gap_max"],
             "error": error,
             "error_ci_low": math.nan,
             "error_ci_high": math.nan,
+            **{name: steps[name] for name in ("nearest_gap_max", "discrepancy_rms", *_FLOOR)},
         }
     )
 
@@ -123,8 +137,11 @@ def _check(
     judged = steps[steps[column].notna() & (steps["nearest_gap_max"] == 0)]
     if judged.empty:
         return Check(name, Outcome.UNJUDGED, threshold, steps=len(steps))
-    failing = judged[fails(judged[column])]
-    order = judged.sort_values([column, "step"], ascending=[lowest_is_worst, True])
+    of_discrepancy = "discrepancy" in column or column == "error"
+    noise = noise_steps(judged) if of_discrepancy else np.zeros(len(judged), dtype=np.bool_)
+    failing = judged[fails(judged[column]) & ~noise]
+    # The worst is one that may fail, where there is one.
+    order = judged.assign(noise=noise).sort_values(["noise", column, "step"], ascending=[True, lowest_is_worst, True])
     worst = order.iloc[0]
     return Check(
         name=name,
@@ -138,4 +155,6 @@ def _check(
         steps=len(steps),
         steps_judged=len(judged),
         steps_failing=len(failing),
+        noise_floor_rms=float(worst["noise_floor_rms"]) if of_discrepancy else math.nan,
+        steps_within_noise_floor=int(noise.sum()),
     )

@@ -7,7 +7,9 @@ import sys
 import pyarrow as pa
 
 from mismatch_probe.columns import Column as Column
+from mismatch_probe.tables_fresh import FRESH
 from mismatch_probe.tables_gradient import GRADIENT
+from mismatch_probe.tables_reference import REFERENCE
 
 _F, _I, _S = pa.float64(), pa.int64(), pa.string()
 _CATEGORY = pa.dictionary(pa.int32(), pa.string())
@@ -182,10 +184,12 @@ STEPS = (
             ),
         )
     ),
+    *FRESH,
     *GRADIENT,
-    _nats("noise_floor_rms", "rms difference between log-probs scored in a batch and alone"),
+    _nats("noise_floor_rms", "the probe's own error: rms difference of log-probs scored in a batch and alone", True),
     _nats("noise_floor_max", "largest such difference"),
     Column("noise_floor_tokens", _I, "tokens scored twice for it"),
+    *REFERENCE,
     _nats("logged_trainer_gap_rms", "rms of logged minus rescored log pi, where the run logs it"),
     _nats("logged_trainer_gap_max", "largest such difference"),
     Column("breakdown_level", _S, "level at which breakdown was judged"),

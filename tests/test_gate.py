@@ -22,6 +22,8 @@ def table(**columns: list[float]) -> pd.DataFrame:
         **{name: [0.0] * n for name in ("discrepancy_k3", "prefix_kl_stale_trainer", "bias_lag_tv")},
         "bias_discrepancy_tv": [0.0] * n,
         "discrepancy_mean_weight": [1.0] * n,
+        "discrepancy_rms": [0.01] * n,
+        **{name: [1e-6] * n for name in ("noise_floor_rms", "noise_floor_max")},
         **columns,
     }
     for name, values in known.items():

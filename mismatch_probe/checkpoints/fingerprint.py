@@ -36,6 +36,8 @@ class Fingerprints:
 
     def ahead(self, paths: list[Path]) -> None:
         """Begin to read these checkpoints, in the order given."""
+        if self._closed.is_set():
+            self._closed = threading.Event()
         for path in paths:
             if path not in self._digests:
                 self._digests[path] = self._reader.submit(self._digest, path)
@@ -50,9 +52,11 @@ class Fingerprints:
             return None
 
     def close(self) -> None:
-        """Stop reading, and write what was learned."""
+        """Stop reading, and write what was learned; asked again it begins to read again."""
         self._closed.set()
         self._reader.shutdown(wait=False, cancel_futures=True)
+        self._reader = ThreadPoolExecutor(1, "checkpoint-reader")
+        self._digests = {path: found for path, found in self._digests.items() if found.done() and not found.cancelled()}
         if self._memo is not None:
             part = self._memo.with_name(f".{self._memo.name}.{os.getpid()}")
             with self._lock:

@@ -12,6 +12,7 @@ from mismatch_probe.checkpoints.fingerprint import Fingerprints
 from mismatch_probe.errors import UsageError
 from mismatch_probe.executors.plan import Callbacks, P
 from mismatch_probe.scoring.cache import ScoreCache
+from mismatch_probe.scoring.memory import out_of_memory
 from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.networks import Networks
 from mismatch_probe.scoring.plan import forward_passes
@@ -100,11 +101,6 @@ class LocalExecutor:
             f"{options.torch_device()}: out of memory; passes of {tokens} tokens from here on "
             f"(--max-tokens {tokens} begins with them)"
         )
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """True for what torch raises when a device, or the host, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _with_next(plans: Iterable[P]) -> Iterator[tuple[P, P | None]]:

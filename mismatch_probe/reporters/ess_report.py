@@ -6,15 +6,20 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import pandas as pd
 from rich.console import Console
 from rich.text import Text
 
 from mismatch_probe.folder import Analysis
+from mismatch_probe.noise import WITHIN, floor_sentence, floor_tops, noise_steps
+from mismatch_probe.reporters.beside import beside_sentences
 from mismatch_probe.reporters.change_points import SeriesChange, series_changes
 from mismatch_probe.reporters.format import to_json, with_interval
 from mismatch_probe.reporters.terminal import STATUS_STYLE, approximation_note, plain_table, step_label
 from mismatch_probe.stats.breakdown import LEVELS, RATIOS, Breakdown, Rule, StepEss, find_breakdown, verdict
 from mismatch_probe.stats.change import DEFAULT_RATE
+from mismatch_probe.stats.constancy import NAME as CONSTANCY
 from mismatch_probe.stats.levels import StepDiscrepancy, discrepancy_sentence
 from mismatch_probe.stats.mass import StepMass, mass_sentence
 
@@ -39,16 +44,19 @@ class EssReport:
     trends: list[dict[str, Any]]
     mass: str = ""
     note: str = ""
+    floor: str = ""
+    beside: tuple[str, ...] = ()
 
     @property
     def numerics(self) -> str:
-        """What the discrepancy says, and the mass audit where it fails."""
-        return " ".join(filter(None, (discrepancy_sentence(self.discrepancy), self.mass)))
+        """What the discrepancy says beside the probe's noise floor, and the mass audit where it fails."""
+        return " ".join(filter(None, (discrepancy_sentence(self.discrepancy), self.floor, self.mass)))
 
     @property
     def answers(self) -> list[str]:
         """Where a quantity jumps, and what is asked of the run as a whole, a sentence each."""
-        return [*(change.sentence for change in self.changes), *(str(trend["sentence"]) for trend in self.trends)]
+        trends = (str(trend["sentence"]) for trend in self.trends)
+        return [*self.beside, *(change.sentence for change in self.changes), *trends]
 
     @property
     def judged(self) -> list[StepEss]:
@@ -75,25 +83,47 @@ def ess_report(analysis: Analysis, rule: Rule, false_alarm_rate: float = DEFAULT
         tokens = {"lag": "tokens_with_lag", "discrepancy": "tokens_with_discrepancy", "total": "tokens"}[ratio]
         count = {"token": tokens, "sequence": "sequences", "prompt": "groups"}[level]
         parts = steps[["step", name, f"{name}_ci_low", f"{name}_ci_high", count, "nearest_gap_max"]]
-        rows = parts.itertuples(index=False)
+        # Of the total ratio D is the smaller part wherever it matters; of its own weights it is all.
+        noise = noise_steps(steps) if ratio == "discrepancy" else np.zeros(len(steps), dtype=np.bool_)
         return [
-            StepEss(int(step), float(value), float(low), float(high), float(n), bool(gap))
-            for step, value, low, high, n, gap in rows
+            StepEss(int(step), float(value), float(low), float(high), float(n), bool(gap), bool(within))
+            for (step, value, low, high, n, gap), within in zip(parts.itertuples(index=False), noise, strict=True)
         ]
 
     ess = {ratio: {lvl: column(ratio, lvl) for lvl in LEVELS} for ratio in RATIOS}
     exact = steps[steps["nearest_gap_max"] == 0]  # elsewhere D holds a part of the lag
-    parts = exact[["step", "discrepancy_rms", "discrepancy_k3"]].itertuples(index=False)
-    discrepancy = [StepDiscrepancy(int(step), float(rms), float(k3)) for step, rms, k3 in parts]
+    parts = zip(*(exact[f"discrepancy_{part}"] for part in ("rms", "k3")), floor_tops(exact), strict=True)
+    discrepancy = [
+        StepDiscrepancy(int(step), *map(float, part)) for step, part in zip(exact["step"], parts, strict=True)
+    ]
     name = "discrepancy_mean_weight"
     weights = exact[["step", name, f"{name}_ci_low", f"{name}_ci_high"]].itertuples(index=False)
-    masses = [StepMass(int(step), float(value), float(low), float(high)) for step, value, low, high in weights]
+    masses = [
+        StepMass(int(step), float(value), float(low), float(high), bool(within))
+        for (step, value, low, high), within in zip(weights, noise_steps(exact), strict=True)
+    ]
     known = any(not math.isnan(mass.value) for mass in masses)
     mass = mass_sentence(masses, options["confidence"]) if known else ""
     note = approximation_note(steps["nearest_gap_max"])
     changes = series_changes(steps, rule, false_alarm_rate)
     how = (options["confidence"], options["intervals"])
-    return EssReport(analysis.name, rule, *how, ess, discrepancy, changes, analysis.trends, mass, note)
+    trends = _trends(analysis, exact)
+    floor = floor_sentence(steps)
+    beside = tuple(beside_sentences(analysis, exact))
+    return EssReport(analysis.name, rule, *how, ess, discrepancy, changes, trends, mass, note, floor, beside)
+
+
+def _trends(analysis: Analysis, exact: pd.DataFrame) -> list[dict[str, Any]]:
+    """Answers about the run; one that rests on a discrepancy within the noise floor is not left standing alone."""
+    known = exact["discrepancy_rms"].notna().to_numpy()
+    if not known.any() or not noise_steps(exact)[known].all():
+        return analysis.trends
+    return [
+        trend | {"sentence": f"{trend['sentence']} D is {WITHIN} at every step: a change may be the probe's own."}
+        if trend["name"] == CONSTANCY and trend["answer"] == "changing"
+        else trend
+        for trend in analysis.trends
+    ]
 
 
 def print_text(report: EssReport, console: Console) -> None:
@@ -154,6 +184,8 @@ def as_json(report: EssReport) -> str:
             "breakdown_steps": found.steps,
             "verdict": report.verdict,
             "numerics": report.numerics,
+            "noise_floor": report.floor,
+            "beside": list(report.beside),
             "changes": [asdict(change) for change in report.changes],
             "trends": report.trends,
             "steps": steps,

@@ -88,6 +88,20 @@ def draw_lines(
         _label_ends(axes, step, lines, columns)
 
 
+def draw_floor(axes: Axes, step: Ints, top: Floats, bottom: Floats | None = None) -> None:
+    """The probe's noise floor as a grey band, from ``bottom`` or the axis up, and its size in words."""
+    known = top[~np.isnan(top)]
+    if not len(known):
+        return
+    low, high = axes.get_ylim()
+    if bottom is None:
+        bottom = np.full(len(top), low if axes.get_yscale() == "log" else 0.0)
+    axes.fill_between(*_wide(step, bottom, np.maximum(top, bottom)), color=GREY, alpha=0.3, linewidth=0, zorder=0)
+    axes.set_ylim(low, high)  # a floor far below the curves is named and not shown
+    text = f"grey: the probe's noise floor, up to {known.max():.1e}"
+    axes.text(0.01, 0.02, text, transform=axes.transAxes, va="bottom", color=GREY, fontsize=7.5)
+
+
 def _wide(step: Ints, *series: Floats) -> list[Any]:
     """A single step is drawn as a short stretch: a band of no width would not be seen."""
     if len(step) != 1:

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from mismatch_probe.errors import NothingToJudgeError, UsageError
 from mismatch_probe.folder import Analysis, write_bytes
+from mismatch_probe.noise import floor_tops
 from mismatch_probe.reporters import plot_style as style
 from mismatch_probe.reporters.ess_report import ess_report
 from mismatch_probe.reporters.plot_style import Line
@@ -85,6 +86,8 @@ def plot_decomposition(analysis: Analysis, level: str, threshold: float) -> Figu
         lines = [Line(f"{part}_{quantity}", label, colour) for part, (label, colour) in parts.items()]
         style.draw_lines(axes, steps, lines, label=axes is upper, log_if_wide=axes is upper)
         axes.set_ylabel(f"{quantity}, nats a token")
+    if "discrepancy" in parts:
+        style.draw_floor(upper, steps["step"].to_numpy(), floor_tops(steps))
     lower.axhline(0, color=style.GREY, linewidth=0.8, zorder=1)
     lower.set_xlabel("training step")
     broken = _breakdown_steps(analysis, level, threshold)
@@ -121,18 +124,25 @@ def plot_ess(analysis: Analysis, level: str, threshold: float) -> Figure | None:
 
 
 def plot_prefix_kl(analysis: Analysis, level: str, threshold: float) -> Figure | None:
-    """Exact KL between pi and pi_s on the sampler's prefixes, both ways, over steps; None where null."""
+    """Exact KL between pi and pi_s on the sampler's prefixes, both ways, over steps, and on the trainer's own where
+    fresh responses were drawn; None where null.
+    """
     steps = analysis.steps
     lines = [
         Line("prefix_kl_stale_trainer", r"KL($\pi_s$ ‖ $\pi$)", style.BLUE),
         Line("prefix_kl_trainer_stale", r"KL($\pi$ ‖ $\pi_s$)", style.ORANGE),
     ]
+    full = "full_kl_fresh_trainer_stale"
+    if steps[full].notna().any():
+        lines.append(Line(full, r"full KL($\pi$ ‖ $\pi_s$)", style.GREEN))
     columns = [line.column for line in lines]
     if steps[columns].isna().all(axis=None):
         return None
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
-    figure.suptitle(f"{analysis.name}: prefix KL of the lag", x=0.01, ha="left")
+    figure.suptitle(
+        f"{analysis.name}: {'prefix and full' if len(lines) > 2 else 'prefix'} KL of the lag", x=0.01, ha="left"
+    )
     all_zero = not steps[columns].fillna(0).any(axis=None)
     style.draw_lines(axes, steps, lines, label=not all_zero, log_if_wide=True)
     axes.set_ylabel("nats a token, exact over the vocabulary")
@@ -165,6 +175,9 @@ def plot_distributions(analysis: Analysis, level: str, threshold: float) -> Figu
             axes.text(0.5, 0.5, "not identifiable", transform=axes.transAxes, ha="center", color=style.GREY)
         else:
             style.draw_quantiles(axes, values, part, colour)
+        if part == "discrepancy" and not values.empty:
+            top = floor_tops(analysis.steps)
+            style.draw_floor(axes, analysis.steps["step"].to_numpy(), top, -top)
         axes.set_title(title, loc="left")
         axes.set_xlabel("training step")
     panels[0].set_ylabel("nats")

@@ -21,6 +21,7 @@ from mismatch_probe.scoring.sketch import StepFactors
 from mismatch_probe.scoring.units import Unit
 from mismatch_probe.table_io import output_error
 
+_ALWAYS = ("noise", "noise_place", "bias_lag_tokens")
 _FACTORS = ("wanted", "score", "centred", "state")
 _CODE = ("scoring", "checkpoints")
 """Packages whose source decides what a score is."""
@@ -60,10 +61,10 @@ class ScoreCache:
 
     def get(self, path: Path) -> StepScores | None:
         """The scores in a file; None where there are none."""
+        arrays = read_arrays(path)
         try:
-            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
-                return _scores({name: found[name] for name in found.files})
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return None if arrays is None else _scores(arrays)
+        except (ValueError, KeyError):
             return None
 
     def put(self, path: Path, scores: StepScores) -> None:
@@ -72,17 +73,35 @@ class ScoreCache:
         Raises:
             OutputError: the folder is full or cannot be written.
         """
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as stream:
-                np.savez(stream, **_arrays(scores))  # type: ignore[arg-type]
-            os.replace(part, path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            reason = output_error(path.parent.parent, error)
-            raise OutputError(f"{reason}, or pass --no-cache") from None
+        write_arrays(path, _arrays(scores))
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
+    """The arrays of a file in a cache; None where there is none, or it is torn."""
+    try:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
+            return {name: found[name] for name in found.files}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Keep arrays in a file two folders below the cache's own, whole or not at all.
+
+    Raises:
+        OutputError: the folder is full or cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as stream:
+            np.savez(stream, **arrays)  # type: ignore[arg-type]
+        os.replace(part, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        reason = output_error(path.parent.parent, error)
+        raise OutputError(f"{reason}, or pass --no-cache") from None
 
 
 @cache
@@ -98,7 +117,7 @@ def code_digest() -> str:
 
 def _arrays(scores: StepScores) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {name: getattr(scores, name) for name in COLUMNS}
-    arrays |= {"noise": scores.noise, "bias_lag_tokens": scores.bias_lag_tokens}
+    arrays |= {name: getattr(scores, name) for name in _ALWAYS}
     arrays["reasons"] = np.array(json.dumps(list(scores.reasons.items())))
     if scores.bias_lag_sum is not None:
         arrays["bias_lag_sum"] = scores.bias_lag_sum
@@ -112,7 +131,8 @@ def _scores(arrays: dict[str, np.ndarray]) -> StepScores:
     scores = StepScores(len(arrays[COLUMNS[0]]))
     for name in COLUMNS:
         setattr(scores, name, arrays[name])
-    scores.noise, scores.bias_lag_tokens = arrays["noise"], arrays["bias_lag_tokens"]
+    for name in _ALWAYS:
+        setattr(scores, name, arrays[name])
     scores.bias_lag_sum = arrays.get("bias_lag_sum")
     scores.reasons = dict(json.loads(str(arrays["reasons"])))
     if "factors_score" in arrays:

@@ -121,8 +121,8 @@ def noise_rows(unit: Unit, shared: Ints) -> Ints:
 
     They add little to the unit's cost, but there is one at least.
     """
-    if not len(shared):
-        return shared
+    if not len(shared) or not unit.noise:
+        return shared[:0]
     budget = max(_NOISE_TOKENS, _NOISE_SHARE * unique_tokens(unit.prompt, unit.response, unit.counted))
     lengths = unit.prompt.lengths[shared] + unit.response.lengths[shared]
     count = max(1, min(unit.noise, len(shared), int(budget // max(1.0, float(lengths.mean())))))

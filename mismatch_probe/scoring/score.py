@@ -130,7 +130,9 @@ class UnitScorer:
             states = hidden_states(network, unit.prompt, unit.response, alone, self.options.max_tokens, lambda _: None)
             again, _ = score(network, states, torch.from_numpy(unit.response.values[alone]), *self._bounds)
             gap = again.logprob.cpu().numpy() - before[alone]
-            scores.noise = np.concatenate([scores.noise, gap[~np.isnan(gap)]])
+            known = ~np.isnan(gap)
+            scores.noise = np.concatenate([scores.noise, gap[known]])
+            scores.noise_place = np.concatenate([scores.noise_place, np.flatnonzero(alone)[known]])
 
     def _factors(self, trainer: Network, unit: Unit) -> StepFactors | None:
         if unit.gradient is None or trainer.caps_logits:

@@ -25,7 +25,8 @@ class StepScores:
     ``same_top`` is 1 where pi_s and pi have the same most probable token, else 0.
     ``bias_lag_sum`` sums pi_s - pi over the tokens of each half of the prompt groups, (2, V), and
     ``bias_lag_tokens`` counts them, (2,); None where no token had both. ``noise`` holds the difference between the
-    log-probs of the same tokens scored in a batch and alone. ``reasons`` says, with token counts, what was not scored.
+    log-probs of the same tokens scored in a batch and alone, and ``noise_place`` which tokens those are. ``reasons``
+    says, with token counts, what was not scored.
     ``factors`` are those of the head's gradient, where they were wanted.
     """
 
@@ -41,6 +42,7 @@ class StepScores:
     bias_lag_sum: Floats | None = None
     bias_lag_tokens: Ints = field(default_factory=lambda: np.zeros(2, dtype=np.int64))
     noise: Floats = field(default_factory=lambda: np.zeros(0))
+    noise_place: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     reasons: dict[str, int] = field(default_factory=dict)
     factors: StepFactors | None = None
 
@@ -70,6 +72,7 @@ def joined(tokens: int, parts: Sequence[tuple[Ints, StepScores]]) -> StepScores:
         for reason, count in part.reasons.items():
             whole.count(reason, count)
     whole.noise = np.concatenate([whole.noise, *(part.noise for _, part in parts)])
+    whole.noise_place = np.concatenate([whole.noise_place, *(place[part.noise_place] for place, part in parts)])
     factors = [(place, part.factors) for place, part in parts if part.factors is not None]
     if factors:
         whole.factors = StepFactors.joined(tokens, factors)

@@ -20,8 +20,8 @@ class Status(StrEnum):
     """What a step's ESS says of the threshold.
 
     ``breakdown``: its whole interval lies below. ``warning``: the interval straddles it. ``ok``: none of it is below.
-    ``unjudged``: the ESS is null, or has no interval to judge by. ``approximate``: it is that of neighbouring weights,
-    so nothing is declared on it.
+    ``unjudged``: the ESS is null, has no interval to judge by, or is that of a discrepancy within the probe's noise
+    floor. ``approximate``: it is that of neighbouring weights, so nothing is declared on it.
     """
 
     OK = "ok"
@@ -48,7 +48,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class StepEss:
-    """ESS of one step's n weights with its interval; NaN = null."""
+    """ESS of one step's n weights with its interval; NaN = null.
+
+    ``within_floor``: the weights are those of a discrepancy that is no larger than the probe's own noise.
+    """
 
     step: int
     value: float
@@ -56,6 +59,7 @@ class StepEss:
     high: float
     n: float = math.inf
     approximate: bool = False
+    within_floor: bool = False
 
     def status(self, threshold: float) -> Status:
         """Compare the interval with the threshold."""
@@ -63,7 +67,7 @@ class StepEss:
             return Status.UNJUDGED
         if self.approximate:
             return Status.APPROXIMATE
-        if math.isnan(self.low):
+        if math.isnan(self.low) or self.within_floor:
             return Status.UNJUDGED
         if self.high < threshold:
             return Status.BREAKDOWN
@@ -113,6 +117,8 @@ def verdict(steps: Sequence[StepEss], rule: Rule) -> str:
     ]
     if not judged and Status.APPROXIMATE in statuses:
         return f"No verdict: {what} is approximate at every step, where neighbouring weights stand in."
+    if not judged and any(step.within_floor for step in known):
+        return f"No verdict: {what} is within the probe's noise floor, so it is not the engine's."
     if not judged:
         return f"No verdict: {what} has no interval at any step, since each holds one prompt group."
     left = len(steps) - len(judged)

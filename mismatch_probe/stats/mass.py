@@ -14,17 +14,21 @@ CHANCE = 0.01
 
 @dataclass(frozen=True)
 class StepMass:
-    """Mean of e^D over a step's tokens with its interval; NaN = null."""
+    """Mean of e^D over a step's tokens with its interval; NaN = null.
+
+    ``within_floor``: D is no larger than the probe's own noise, and so is what its mean weight misses 1 by.
+    """
 
     step: int
     value: float
     low: float
     high: float
+    within_floor: bool = False
 
     @property
     def violates(self) -> bool:
-        """The interval lies on one side of 1, and not just."""
-        return (self.high < 1 or self.low > 1) and abs(self.value - 1) > SMALLEST
+        """The interval lies on one side of 1, and not just, and D stands out of the noise."""
+        return not self.within_floor and (self.high < 1 or self.low > 1) and abs(self.value - 1) > SMALLEST
 
 
 def mass_sentence(steps: Sequence[StepMass], confidence: float) -> str:
