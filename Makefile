@@ -5,11 +5,17 @@ VENV ?= .venv
 # Pinned here only: the package takes any torch from 2.4 on. A torch that is in the environment stays.
 TORCH ?= torch==2.13.0
 DEMO ?= build/demo
+TRITON_VENV ?= .venv-triton
+TRITON ?= triton>=3.4
+DEVICE ?= cuda
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TRITON_BIN := $(TRITON_VENV)/bin
+TRITON_READY := $(TRITON_VENV)/.ready
+SITE := "import site; print(site.getsitepackages()[0])"
 
-.PHONY: demo test check venv clean
+.PHONY: demo test test-triton gpu-check check venv clean
 
 venv: $(READY)
 
@@ -36,6 +42,20 @@ demo: $(READY)
 # One worker a core, each with one thread: threads that wait for one another make a busy machine slower.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# Triton is 290 MB, so it has an environment of its own beside the first; its interpreter runs kernels on the CPU.
+test-triton: $(TRITON_READY)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(TRITON_BIN)/python -m pytest tests/triton
+
+$(TRITON_READY): $(READY)
+	test -x $(TRITON_BIN)/python || $(BIN)/python -m venv $(TRITON_VENV)
+	printf "import site; site.addsitedir('%s')\n" "$$($(BIN)/python -c $(SITE))" > "$$($(TRITON_BIN)/python -c $(SITE))/beside.pth"
+	$(TRITON_BIN)/python -c "import triton" 2>/dev/null || $(TRITON_BIN)/python -m pip install --quiet --no-deps "$(TRITON)"
+	touch $(TRITON_READY)
+
+# Accuracy and speed on a CUDA device, in one table; exit 5 where there is none. CPU variant: make gpu-check DEVICE=cpu
+gpu-check: $(READY)
+	$(BIN)/python -m benchmarks.gpu_check --device $(DEVICE)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -9,12 +9,16 @@ import typer
 
 from mismatch_probe.cli_options import (
     AnalysisOption,
+    Attention,
+    AttentionOption,
     ClipOption,
     ConfidenceOption,
     ConstancyMarginOption,
     GradientOption,
     GradientTarget,
     GradientTargetOption,
+    Head,
+    HeadOption,
     Intervals,
     IntervalsOption,
     Level,
@@ -26,6 +30,7 @@ from mismatch_probe.cli_options import (
     SetOption,
     SkipBadRowsOption,
     StrictOption,
+    TensorParallelOption,
     ThresholdOption,
 )
 
@@ -48,6 +53,9 @@ def decompose(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens in one forward pass; default 2048, on CUDA 16384.")
     ] = None,
+    attn: AttentionOption = Attention.auto,
+    head: HeadOption = Head.auto,
+    tensor_parallel: TensorParallelOption = None,
     cache: Annotated[
         Path | None, typer.Option("--cache", help="Folder of finished scores; default scores/ in the analysis folder.")
     ] = None,
@@ -100,6 +108,9 @@ def decompose(
         device=device,
         dtype=dtype,
         max_tokens=max_tokens,
+        attention=attn.value,
+        head=head.value,
+        tensor_parallel=tensor_parallel,
         cache=cache,
         keep_scores=not no_cache,
         reference=reference,

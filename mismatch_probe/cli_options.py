@@ -41,6 +41,23 @@ class GradientTarget(StrEnum):
     sequence = "sequence"
 
 
+class Attention(StrEnum):
+    """Attention kernels."""
+
+    auto = "auto"
+    sdpa = "sdpa"
+    flash = "flash"
+    eager = "eager"
+
+
+class Head(StrEnum):
+    """What reduces over the vocabulary."""
+
+    auto = "auto"
+    torch = "torch"
+    triton = "triton"
+
+
 class DataFormat(StrEnum):
     """Formats of commands for people and programs."""
 
@@ -88,6 +105,20 @@ GradientOption = Annotated[
 ]
 GradientTargetOption = Annotated[GradientTarget, typer.Option(help="Weights pi / mu of the on-policy update.")]
 ClipOption = Annotated[float, typer.Option(min=0.001, max=0.999, help="PPO's clip range epsilon.")]
+AttentionOption = Annotated[
+    Attention,
+    typer.Option(
+        "--attn",
+        help="Attention kernel. auto packs sequences and shares prompts; any other pads sequences in batches, slower.",
+    ),
+]
+HeadOption = Annotated[
+    Head, typer.Option(help="Reduction over the vocabulary; auto: Triton's on CUDA, where it agrees with torch's.")
+]
+TensorParallelOption = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Cut each model over N devices; default 1, under torchrun all of them."),
+]
 SkipBadRowsOption = Annotated[
     bool, typer.Option("--skip-bad-rows", help="Set aside lines and files that cannot be parsed.")
 ]

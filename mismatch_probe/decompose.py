@@ -26,6 +26,7 @@ from mismatch_probe.resolve import semantic_reasons
 from mismatch_probe.rows import place_table, sequence_rows, token_table
 from mismatch_probe.run import Rejected, Run, Step
 from mismatch_probe.scoring.cache import ScoreCache
+from mismatch_probe.scoring.devices import emulation_notice
 from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.scores import GIVES_NO_NUMBER, StepScores
 from mismatch_probe.selection import StepSelection
@@ -87,6 +88,9 @@ class DecomposeOptions:
     reference_sequences: int = DEFAULT_SEQUENCES
     fresh_rollouts: int | None = None
     fresh_steps: StepSelection | None = None
+    attention: str = "auto"
+    head: str = "auto"
+    tensor_parallel: int = 1
 
 
 def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progress, overwrite: bool = False) -> None:
@@ -128,6 +132,9 @@ class _Job:
             dtype=options.dtype or run.settings.trainer_dtype,
             temperature=run.settings.scoring_temperature,
             trust_remote_code=options.trust_remote_code,
+            attention=options.attention,
+            head=options.head,
+            tensor_parallel=options.tensor_parallel,
         ).for_device()  # a device that is not there fails before anything is read
         self._scoring = scoring if options.max_tokens is None else replace(scoring, max_tokens=options.max_tokens)
         kept = (options.cache or folder / SCORES) if options.keep_scores else None
@@ -258,9 +265,11 @@ def _precision(run: Run, options: DecomposeOptions) -> list[str]:
     dtype = options.dtype or run.settings.trainer_dtype
     if run.trainer_checkpoints is None or dtype in ("float32", "float64"):
         return []
+    emulated = emulation_notice(ScoringOptions(device=options.device).torch_device(), dtype)
     return [
         f"scored in {dtype}: its rounding is part of D and L (in bfloat16 some .04 nats rms a log-prob). "
-        "Pass --dtype float32 to see a lag below that"
+        "Pass --dtype float32 to see a lag below that",
+        *([emulated] if emulated else []),
     ]
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 
 from mismatch_probe.errors import ExitCode, UsageError
 from mismatch_probe.folder import analysis_path, open_analysis
+from mismatch_probe.launched import follows, launched_processes
 from mismatch_probe.noise import WITHIN, noise_steps
 from mismatch_probe.readers import ReadOptions, open_run
 from mismatch_probe.reporters.ess_report import ess_report
@@ -29,6 +30,12 @@ def run_decompose(
     **options: Any,
 ) -> int:
     """Read, decompose, print the table. ``options`` are the fields of DecomposeOptions, ``steps`` as text."""
+    if follows():
+        from mismatch_probe.scoring.parallel import follow
+
+        follow()
+        return ExitCode.OK
+    options["tensor_parallel"] = options["tensor_parallel"] or launched_processes() or 1
     run = open_run(run_dir, ReadOptions(options["skip_bad_rows"], options["strict"], overrides), run_format)
     for name in ("steps", "fresh_steps"):
         text = options[name]

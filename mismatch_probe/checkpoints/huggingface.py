@@ -29,6 +29,8 @@ def load_model(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     base: Path | None = None,
+    attention: str | None = None,
+    parallel: int = 1,
 ) -> Any:
     """Load a causal LM in eval mode.
 
@@ -41,23 +43,39 @@ def load_model(
         dtype: of its weights.
         trust_remote_code: run code that lies beside ``config.json``.
         base: for an adapter the model that it was trained over; for shards without ``config.json``, where to find it.
+        attention: transformers' name of an attention implementation, None for its own choice.
+        parallel: processes that each load a slice; torch.distributed must be up.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or tensors are missing, unexpected or of another shape.
     """
     layout, root = find(path)
+    how: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    if parallel > 1:
+        how |= _plan(path, root, layout, parallel)
     if layout is Layout.GGUF:
-        return load_gguf(gguf.gguf_file(root), dtype).to(device).eval().requires_grad_(False)
+        return load_gguf(gguf.gguf_file(root), dtype, **how).to(device).eval().requires_grad_(False)
     if layout is Layout.HUGGING_FACE:
         directory.read_tensors(root, None)  # headers and pickles are checked before transformers opens the files
-        model = _load(path, dtype, AutoModelForCausalLM, root, trust_remote_code=trust_remote_code)
+        model = _load(path, dtype, AutoModelForCausalLM, root, trust_remote_code=trust_remote_code, **how)
     else:
-        model = _from_tensors(path, dtype, trust_remote_code, base)
+        model = _from_tensors(path, dtype, trust_remote_code, base, **how)
     return model.to(device).eval().requires_grad_(False)
 
 
-def load_gguf(file: Path, dtype: torch.dtype) -> Any:
-    """Load a GGUF file on the CPU; quantised tensors are dequantised.
+def _plan(path: Path, root: Path, layout: Layout, parallel: int) -> dict[str, Any]:
+    """What makes transformers cut the weights by its plan for the architecture."""
+    if layout is Layout.GGUF:
+        raise CheckpointError(f"{path}: a GGUF file cannot be cut for --tensor-parallel. Convert it to safetensors")
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError:  # before transformers 5.10
+        return {"tp_plan": "auto"}
+    return {"distributed_config": DistributedConfig(tp_size=parallel, tp_plan="auto")}
+
+
+def load_gguf(file: Path, dtype: torch.dtype, **how: Any) -> Any:
+    """Load a GGUF file on the CPU; quantised tensors are dequantised. ``how`` goes to transformers.
 
     Raises:
         CheckpointError: a package is missing, the file is torn or its architecture is unknown to transformers.
@@ -66,10 +84,10 @@ def load_gguf(file: Path, dtype: torch.dtype) -> Any:
     for package in ("gguf", "accelerate"):
         if find_spec(package) is None:
             raise CheckpointError(f"{file}: GGUF files need the package {package}: pip install 'mismatch-probe[gguf]'")
-    return _load(file, dtype, AutoModelForCausalLM, file.parent, gguf_file=file.name)
+    return _load(file, dtype, AutoModelForCausalLM, file.parent, gguf_file=file.name, **how)
 
 
-def _from_tensors(path: Path, dtype: torch.dtype, trust_remote_code: bool, base: Path | None) -> Any:
+def _from_tensors(path: Path, dtype: torch.dtype, trust_remote_code: bool, base: Path | None, **how: Any) -> Any:
     """A model from its config and its tensors: transformers takes them as it takes a file's."""
     tensors = dict(open_tensors(path, base))
     folder = config_dir(path, base)
@@ -85,7 +103,7 @@ def _from_tensors(path: Path, dtype: torch.dtype, trust_remote_code: bool, base:
     if getattr(text, "tie_word_embeddings", False) and embedding is not None and head is not None:
         tied = torch.equal(tensors[embedding], head)
         config.tie_word_embeddings = text.tie_word_embeddings = tied  # what was trained apart stays apart
-    return _load(path, dtype, model_class, None, config=config, state_dict=tensors)
+    return _load(path, dtype, model_class, None, config=config, state_dict=tensors, **how)
 
 
 def _load(path: Path, dtype: torch.dtype, model_class: Any, source: Path | None, **arguments: Any) -> Any:
@@ -117,6 +135,13 @@ def _unloadable(path: Path, error: Exception) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    trust = "trust_remote_code" in str(error)
-    hint = "Pass --trust-remote-code if you trust its code" if trust else "Copy the checkpoint anew from the run"
+    hint = "Copy the checkpoint anew from the run"
+    if "trust_remote_code" in str(error):
+        hint = "Pass --trust-remote-code if you trust its code"
+    elif "tp_plan" in str(error):
+        reason = "transformers does not know how to cut this architecture"
+        hint = "Drop --tensor-parallel"
+    elif "attention implementation" in str(error):
+        reason = reason.split(". Please")[0]
+        hint = "Use --attn eager, or --attn auto"
     return CheckpointError(f"{path}: cannot be loaded ({reason}). {hint}")

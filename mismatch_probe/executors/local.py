@@ -12,9 +12,10 @@ from mismatch_probe.checkpoints.fingerprint import Fingerprints
 from mismatch_probe.errors import UsageError
 from mismatch_probe.executors.plan import Callbacks, P
 from mismatch_probe.scoring.cache import ScoreCache
-from mismatch_probe.scoring.memory import out_of_memory
+from mismatch_probe.scoring.devices import out_of_memory
 from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.networks import Networks
+from mismatch_probe.scoring.parallel import Scorer, check_devices, leading
 from mismatch_probe.scoring.plan import forward_passes
 from mismatch_probe.scoring.score import UnitScorer
 from mismatch_probe.scoring.scores import StepScores, joined
@@ -37,20 +38,22 @@ class LocalExecutor:
     def __init__(
         self, options: ScoringOptions, base: Path | None, cache: ScoreCache | None, callbacks: Callbacks
     ) -> None:
-        self._cache, self._callbacks = cache, callbacks
+        check_devices(options)
+        self._cache, self._base, self._callbacks = cache, base, callbacks
         self._networks = Networks(options, base, 2, callbacks.on_unusable, callbacks.on_notice)
-        self._scorer = UnitScorer(options, self._networks, callbacks.on_tokens)
+        self._scorer: Scorer = UnitScorer(options, self._networks, callbacks.on_tokens)
         self._fingerprints = Fingerprints(None if cache is None else cache.folder / "weights.json", base)
 
     def run(self, plans: Iterable[P]) -> Iterator[tuple[P, StepScores]]:
         """As ``Executor.run``."""
         try:
-            for plan, following in _with_next(plans):
-                self._callbacks.on_plan(plan)
-                units = plan.units
-                upcoming = [*units[1:], *(following.units[:1] if following is not None else [])]
-                after = zip(units, [*upcoming, None], strict=False)
-                yield plan, joined(plan.tokens, [(unit.place, self._score(unit, then)) for unit, then in after])
+            with leading(self._scorer, self._base, self._callbacks.on_unusable is not None) as self._scorer:
+                for plan, following in _with_next(plans):
+                    self._callbacks.on_plan(plan)
+                    units = plan.units
+                    upcoming = [*units[1:], *(following.units[:1] if following is not None else [])]
+                    after = zip(units, [*upcoming, None], strict=False)
+                    yield plan, joined(plan.tokens, [(unit.place, self._score(unit, then)) for unit, then in after])
         finally:
             self._fingerprints.close()
 

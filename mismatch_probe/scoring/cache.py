@@ -49,6 +49,7 @@ class ScoreCache:
                 "dtype": options.dtype,
                 "temperature": options.temperature,
                 "bounds": [options.max_tokens, options.chunk_elements],
+                "kernels": [options.attention, options.head, options.tensor_parallel],
             }
         ).encode()
 

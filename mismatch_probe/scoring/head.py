@@ -69,7 +69,7 @@ def score(
         sketch: of the head, for its gradient's factors; None for none.
     """
     token_ids = token_ids.to(hidden.device)
-    scores = TokenScores(*_empty(2, hidden))
+    scores = empty_scores(hidden)
     factors = None if sketch is None else sketch.empty(hidden)
     buffer = _buffer(network, len(token_ids), chunk_elements)
     for span in _chunks(len(token_ids), network.vocab_size, chunk_elements):
@@ -106,21 +106,10 @@ def compare(
         chunk_elements: bound on the entries of a (tokens, vocabulary) array.
         sketch: of the trainer's head, for its gradient's factors; None for none.
     """
-    vocab_size = stale[0].vocab_size
     token_ids, half = token_ids.to(stale[1].device), half.to(stale[1].device)
-    kl_st, kl_ts, variation, same_top = _empty(4, stale[1])
-    pair = PairScores(
-        stale=TokenScores(*_empty(2, stale[1])),
-        trainer=TokenScores(*_empty(2, stale[1])),
-        kl_stale_trainer=kl_st,
-        kl_trainer_stale=kl_ts,
-        total_variation=variation,
-        same_top=same_top,
-        bias_sum=torch.zeros(2, vocab_size, dtype=torch.float64, device=stale[1].device),
-        factors=None if sketch is None else sketch.empty(trainer[1]),
-    )
+    pair = empty_pair(stale, trainer, sketch)
     buffers = tuple(_buffer(network, len(token_ids), chunk_elements) for network, _ in (stale, trainer))
-    for span in _chunks(len(token_ids), vocab_size, chunk_elements):
+    for span in _chunks(len(token_ids), stale[0].vocab_size, chunk_elements):
         s, t = (
             _Reduction(network, states[span], token_ids[span], temperature, buffer)
             for (network, states), buffer in zip((stale, trainer), buffers, strict=True)
@@ -217,6 +206,27 @@ def _buffer(network: Network, tokens: int, chunk_elements: int) -> Tensor:
     """Where the logits of every chunk go in turn: pages that are used already are not asked of the system again."""
     rows = min(tokens, max(1, chunk_elements // network.vocab_size))
     return torch.empty(rows, network.vocab_size, dtype=network.logits_dtype, device=network.weight.device)
+
+
+def empty_scores(hidden: Tensor) -> TokenScores:
+    """Scores to be filled, for as many tokens as there are hidden states, (n, H)."""
+    return TokenScores(*_empty(2, hidden))
+
+
+def empty_pair(stale: tuple[Network, Tensor], trainer: tuple[Network, Tensor], sketch: HeadSketch | None) -> PairScores:
+    """Scores to be filled, and a bias of zero; arguments as in ``compare``."""
+    hidden = stale[1]
+    kl_st, kl_ts, variation, same_top = _empty(4, hidden)
+    return PairScores(
+        stale=empty_scores(hidden),
+        trainer=empty_scores(hidden),
+        kl_stale_trainer=kl_st,
+        kl_trainer_stale=kl_ts,
+        total_variation=variation,
+        same_top=same_top,
+        bias_sum=torch.zeros(2, stale[0].vocab_size, dtype=torch.float64, device=hidden.device),
+        factors=None if sketch is None else sketch.empty(trainer[1]),
+    )
 
 
 def _empty(count: int, like: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor
 from mismatch_probe.checkpoints.huggingface import load_model
 from mismatch_probe.errors import CheckpointError, UsageError
 from mismatch_probe.scoring.attention import Memory, run_packed, why_not_packed
+from mismatch_probe.scoring.devices import attention_implementation, cuda_max_tokens
 from mismatch_probe.scoring.packing import Pack
-from mismatch_probe.scoring.plan import CPU_MAX_TOKENS, CUDA_MAX_TOKENS, PASSES_IN_UNIT
+from mismatch_probe.scoring.plan import CPU_MAX_TOKENS, PASSES_IN_UNIT
 
 DTYPES = {
     "float64": torch.float64,
@@ -32,8 +34,9 @@ class ScoringOptions:
     """How to score.
 
     ``max_tokens``: tokens in one forward pass. ``chunk_elements``: entries of the largest array over the
-    vocabulary. ``temperature``: logits are divided by it, as the sampler did. ``for_device`` gives the bounds that suit
-    a CPU's caches or a GPU's width.
+    vocabulary; the head pass takes some five of them. ``temperature``: logits are divided by it, as the sampler did.
+    ``attention`` and ``head`` are names of ``devices.ATTENTIONS`` and ``heads.HEADS``. ``tensor_parallel`` processes
+    each hold a slice of every network. ``for_device`` gives the bounds that suit a CPU's caches or a GPU's memory.
     """
 
     device: str = "auto"
@@ -42,12 +45,19 @@ class ScoringOptions:
     max_tokens: int = CPU_MAX_TOKENS
     chunk_elements: int = 1 << 24
     trust_remote_code: bool = False
+    attention: str = "auto"
+    head: str = "auto"
+    tensor_parallel: int = 1
 
     def for_device(self) -> ScoringOptions:
-        """These options with the bounds of a GPU, where the device is one."""
-        if self.torch_device().type != "cuda":
-            return self
-        return replace(self, max_tokens=CUDA_MAX_TOKENS, chunk_elements=1 << 25)
+        """These options with the bounds of a GPU, where the device is one.
+
+        Raises:
+            UsageError: the device, or what is asked of it, is not there.
+        """
+        device = self.torch_device()
+        attention_implementation(self.attention, device, DTYPES[self.dtype])
+        return replace(self, max_tokens=cuda_max_tokens(device)) if device.type == "cuda" else self
 
     @property
     def unit_tokens(self) -> int:
@@ -60,6 +70,8 @@ class ScoringOptions:
         Raises:
             UsageError: CUDA is asked for and absent, or the name is unknown.
         """
+        if self.tensor_parallel > 1 and self.device in ("auto", "cuda") and torch.cuda.is_available():
+            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -76,24 +88,35 @@ class Network:
 
     The head's product comes out in float32 whatever the weights' dtype (float64 for float64): a bfloat16 logit is
     good to 1/16 nat at best, which no later care can mend. ``base`` is the model below an adapter.
-    ``no_packing`` says why sequences cannot be packed and share their prompts; empty where they can.
+    ``no_packing`` says why sequences cannot be packed and share their prompts; empty where they can. ``fused`` says
+    that the head pass goes through Triton.
     """
 
     def __init__(self, path: Path, options: ScoringOptions, base: Path | None = None) -> None:
         self.path = path
-        self._model = load_model(path, options.torch_device(), DTYPES[options.dtype], options.trust_remote_code, base)
+        self.fused = False
+        device, dtype = options.torch_device(), DTYPES[options.dtype]
+        attention = attention_implementation(options.attention, device, dtype)
+        self._model = load_model(
+            path, device, dtype, options.trust_remote_code, base, attention, options.tensor_parallel
+        )
         self._body = self._model.base_model
         head = self._model.get_output_embeddings()
         if head is None or self._body is self._model:
             raise CheckpointError(f"{path}: {type(self._model).__name__} has no body and output head to score with")
-        self.weight: Tensor = head.weight  # (V, H)
-        self._bias: Tensor | None = getattr(head, "bias", None)
+        self.weight = _whole(head.weight)  # (V, H)
+        bias = getattr(head, "bias", None)
+        self.bias = None if bias is None else _whole(bias)
         config = self._model.config.get_text_config()
-        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self._multiplier = _logit_multiplier(config)
+        if options.tensor_parallel > 1:
+            check_shares(path, config, options.tensor_parallel)
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.multiplier = _logit_multiplier(config)
         self._wide_weight: Tensor | None = None
         self._check_head()
-        self.no_packing = why_not_packed(self._model)
+        self.no_packing = (
+            why_not_packed(self._model) if attention is None else f"--attn {options.attention} was asked for"
+        )
 
     @property
     def architecture(self) -> str:
@@ -118,7 +141,7 @@ class Network:
     @property
     def caps_logits(self) -> bool:
         """True when the logits pass through a tanh, so that the head's gradient has its slope in it."""
-        return self._softcap is not None
+        return self.softcap is not None
 
     @torch.inference_mode()
     def hidden(self, ids: Tensor) -> Tensor:
@@ -153,12 +176,12 @@ class Network:
             out: where they go, (n, V); None makes an array.
         """
         logits = self._product(hidden, out)
-        if self._bias is not None:
-            logits += self._bias
-        if self._multiplier != 1.0:
-            logits *= self._multiplier
-        if self._softcap is not None:
-            logits = torch.tanh_(logits.div_(self._softcap)).mul_(self._softcap)
+        if self.bias is not None:
+            logits += self.bias
+        if self.multiplier != 1.0:
+            logits *= self.multiplier
+        if self.softcap is not None:
+            logits = torch.tanh_(logits.div_(self.softcap)).mul_(self.softcap)
         return logits
 
     def _product(self, hidden: Tensor, out: Tensor | None) -> Tensor:
@@ -190,6 +213,26 @@ class Network:
                 f"{self.path}: the logits of {type(self._model).__name__} are not those of its hidden states and "
                 "output head (a scale or cap that is not known here). Please report the architecture"
             )
+
+
+def check_shares(path: Path, config: Any, processes: int) -> None:
+    """Refuse a number of processes that does not divide the attention heads of a model.
+
+    Raises:
+        UsageError: it does not.
+    """
+    heads: Any = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", processes)
+    if heads % processes:
+        raise UsageError(
+            f"--tensor-parallel {processes}: {path} has {heads} key-value heads. Use a number that divides them"
+        )
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """A parameter of which each process holds a part, gathered from all of them; another one as it is."""
+    gather = getattr(parameter, "full_tensor", None)
+    whole: Tensor = parameter if gather is None else gather().detach()
+    return whole
 
 
 def _logit_multiplier(config: Any) -> float:

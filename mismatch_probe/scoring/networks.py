@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from mismatch_probe.errors import CheckpointError
+from mismatch_probe.scoring.heads import choose
 from mismatch_probe.scoring.network import Network, ScoringOptions
 
 _MOST, _SPARE = 8, 4
@@ -73,6 +74,8 @@ class Networks:
             if network.no_packing:
                 why = network.no_packing
                 self._on_notice(f"{network.architecture}: prompts are not shared and sequences are padded, since {why}")
+            if notice := choose(network, self._options.head):
+                self._on_notice(notice)
             self._networks[path] = network
         self._networks.move_to_end(path)
         return self._networks[path]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Ints, Rollouts
-from mismatch_probe.scoring.head import PairScores, TokenScores, compare, score
+from mismatch_probe.scoring.head import PairScores, TokenScores
+from mismatch_probe.scoring.heads import compare, score
 from mismatch_probe.scoring.network import Network, ScoringOptions
 from mismatch_probe.scoring.networks import Networks
 from mismatch_probe.scoring.packing import sharing_rows

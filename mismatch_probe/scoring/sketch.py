@@ -61,6 +61,11 @@ class HeadSketch:
         return signs.mul_(2).sub_(1).mul_(kept**-0.5)
 
     @property
+    def rows(self) -> Tensor | None:
+        """Signs of the vocabulary's projection, (V, k); None where it is kept whole."""
+        return self._rows
+
+    @property
     def exact(self) -> bool:
         """True when both sides are kept whole."""
         return self._rows is None and self._columns is None
@@ -99,7 +104,7 @@ class Running:
 
     Args:
         sketch: the projection.
-        logits: of the chunk, (n, V): gives its length and device.
+        logits: of the chunk, (n, V), or anything else that has its length and device.
     """
 
     def __init__(self, sketch: HeadSketch, logits: Tensor) -> None:
@@ -115,6 +120,15 @@ class Running:
             mass = torch.minimum(trainer, CAP * stale).to(self._sketch.dtype)
             self._sketch.add_mass(self._capped, tile, mass)
             self._left += mass.sum(-1, dtype=torch.float64)
+
+    def take(self, mean: Tensor, capped: Tensor | None, left: Tensor | None) -> None:
+        """Take in the whole vocabulary, summed elsewhere: projections of pi and of min(pi, CAP pi_s), (n, k), and the
+        sum of the latter, (n,); None where the weights are the same.
+        """
+        self._mean += mean
+        if capped is not None and left is not None:
+            self._capped += capped
+            self._left += left
 
     def put(self, into: Factors, span: slice, token_ids: Tensor, hidden: Tensor, ratio: Tensor | None) -> None:
         """Fill the tokens of one chunk.
