@@ -126,13 +126,16 @@ def test_a_head_leaves_the_bias_of_its_modelled_tail(lag: float) -> None:
     found = at.update(dlc_loss, constant, centre=at.head(head), clip=clip)
     torch.testing.assert_close(found, left, rtol=0, atol=1e-14)
     assert left.abs().max() > 1e-4
+    unweighted = (at.mu - mass["mu"] / mass["pi"] * at.pi)[tail] @ scores(at.pi)[tail]
+    torch.testing.assert_close(at.update(sc_loss, constant, centre=at.head(head)), unweighted, rtol=0, atol=1e-14)
 
 
 def test_a_tail_in_the_trainers_shape_leaves_nothing() -> None:
     at, constant = Prefix(4), torch.ones(WORDS, dtype=torch.float64)
     at.mu = at.pi * torch.tensor([1.3, 1, 1, 1, 1, 1], dtype=torch.float64)
     at.mu[1:] *= (1 - at.mu[0]) / at.mu[1:].sum()
-    assert at.update(dlc_loss, constant, centre=at.head(torch.tensor([0]))).abs().max() < 1e-15
+    for loss in (dlc_loss, sc_loss):
+        assert at.update(loss, constant, centre=at.head(torch.tensor([0]))).abs().max() < 1e-15
 
 
 @pytest.mark.parametrize("seed", range(5))

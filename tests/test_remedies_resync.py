@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import multiprocessing
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,10 +210,10 @@ def test_two_processes_pool_in_one_all_reduce() -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        workers = [context.Process(target=_rank, args=(rank, str(Path(folder)), results)) for rank in range(2)]
+        workers = [context.Process(target=_rank, args=(rank, folder, results), daemon=True) for rank in range(2)]
         for worker in workers:
             worker.start()
-        found = dict(results.get(timeout=120) for _ in workers)
+        found = dict(results.get(timeout=60) for _ in workers)
         for worker in workers:
             worker.join(timeout=60)
     assert found[0] == found[1]
