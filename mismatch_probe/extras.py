@@ -64,6 +64,8 @@ class Extras:
     ) -> None:
         self._run, self._scoring, self._options, self._judgement = run, scoring, options, judgement
         self._reference: Reference | None = None
+        if scoring.tensor_parallel > 1 and (options.reference is not None or options.fresh_rollouts is not None):
+            raise UsageError("--tensor-parallel: --reference and --fresh-rollouts run in one process. Drop one of them")
         if options.reference is not None:
             wide = reference_options(scoring, options.reference)
             quiet = Callbacks(on_notice=callbacks.on_notice, on_unusable=callbacks.on_unusable)

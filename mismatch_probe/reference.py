@@ -34,7 +34,7 @@ def reference_options(scoring: ScoringOptions, dtype: str) -> ScoringOptions:
         raise UsageError("--reference float64: on a CPU only. Pass --device cpu, or --reference float32")
     if scoring.dtype == "float64" and dtype != "float64":
         raise UsageError(f"--reference {dtype}: narrower than float64, in which the run is scored")
-    return replace(scoring, dtype=dtype)
+    return replace(scoring, dtype=dtype, attention="auto", head="auto")  # kernels for halves are none for wide ones
 
 
 @dataclass(frozen=True, eq=False)

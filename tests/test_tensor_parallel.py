@@ -10,8 +10,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from mismatch_probe.entry import main
 from mismatch_probe.errors import UsageError
 from mismatch_probe.run import Rollouts
+from mismatch_probe.scoring import networks
 from mismatch_probe.scoring.network import ScoringOptions, check_shares
 from mismatch_probe.scoring.parallel import check_devices
 from tests.planted import write_rows
@@ -82,19 +84,15 @@ def check_equal(path: Path, output: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_two_processes_score_as_one(scored: dict[str, Path], kind: str) -> None:
-    two = decompose(scored[kind], "two", "--tensor-parallel", "2", "--max-tokens", "64")
+    options = ("two", "--overwrite", "--tensor-parallel", "2", "--max-tokens", "64")
+    two = decompose(scored[kind], *options)
     assert two.returncode == 0, two.stderr
     assert "padded" not in two.stderr  # packing is exact there too
     assert two.stdout.count("D numerics") == 1
     check_equal(scored[kind], "two")
-
-
-def test_a_run_whose_scores_are_all_there_ends(scored: dict[str, Path]) -> None:
-    """The others are sent nothing then."""
-    options = ("--tensor-parallel", "2", "--limit", "2", "--cache", str(scored["llama"] / "kept"))
-    first, again = (decompose(scored["llama"], "kept_out", "--overwrite", *options) for _ in range(2))
-    assert (first.returncode, again.returncode) == (0, 0), again.stderr
-    assert first.stdout == again.stdout
+    if kind == "llama":  # every score is there now: the others are sent nothing, and end
+        again = decompose(scored[kind], *options)
+        assert (again.returncode, again.stdout) == (0, two.stdout), again.stderr
 
 
 def test_torchrun_starts_it_too_and_the_first_process_alone_writes(scored: dict[str, Path]) -> None:
@@ -118,6 +116,23 @@ def test_what_cannot_be_shared_out_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(UsageError, match="transformers puts the parts on CUDA"):
         check_devices(ScoringOptions(device="cpu", tensor_parallel=2))
+
+
+def test_processes_let_go_of_networks_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much memory each has: one that reloads what another still holds would wait for it for ever."""
+    monkeypatch.setattr(networks, "free_memory", lambda device: 1 << 50)
+    held = SimpleNamespace(bytes=1)
+    for processes, kept in ((1, 2), (2, 1)):
+        found = networks.Networks(ScoringOptions(device="cpu", tensor_parallel=processes))
+        found._networks.update({Path("a"): held, Path("b"): held})
+        found._make_room()
+        assert len(found._networks) == kept
+
+
+def test_what_runs_in_one_process_is_refused(scored: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["decompose", str(scored["llama"]), "-o", str(scored["llama"] / "out"), "--tensor-parallel", "2"]
+    assert main([*command, "--reference", "float64"]) == 2
+    assert "--reference and --fresh-rollouts run in one process" in capsys.readouterr().err
 
 
 def test_an_architecture_without_a_plan_is_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ _PASS_SHARE = 8
 _LEAST_TOKENS = 1024
 
 
-def attention_implementation(attention: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def attention_implementation(attention: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
     """transformers' name of the attention that was asked for; None for its own choice.
 
     Raises:
@@ -51,11 +51,6 @@ def cuda_max_tokens(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     tokens = max(_LEAST_TOKENS, min(CUDA_MAX_TOKENS, free // (_PASS_SHARE * _TOKEN_BYTES)))
     return 1 << (int(tokens).bit_length() - 1)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """True for what torch raises when a device, or the host, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _native(dtype: str) -> bool:

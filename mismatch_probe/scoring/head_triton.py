@@ -7,11 +7,11 @@ divergences are sums of terms that are never negative, so that they are good to 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from mismatch_probe.scoring.head import PairScores, TokenScores, empty_pair, empty_scores
@@ -39,7 +39,7 @@ _KINDS = (torch.float32, torch.float16, torch.bfloat16)
 
 def interpreted() -> bool:
     """True where Triton runs its kernels on the CPU, one operation at a time (``TRITON_INTERPRET=1``)."""
-    return bool(triton.knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_not_supported(network: Network) -> str:

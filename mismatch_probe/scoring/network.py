@@ -56,7 +56,7 @@ class ScoringOptions:
             UsageError: the device, or what is asked of it, is not there.
         """
         device = self.torch_device()
-        attention_implementation(self.attention, device, DTYPES[self.dtype])
+        attention_implementation(self.attention, device, DTYPES.get(self.dtype))
         return replace(self, max_tokens=cuda_max_tokens(device)) if device.type == "cuda" else self
 
     @property

@@ -85,9 +85,10 @@ class Networks:
 
         In-flight updates need several versions at once, and loading one takes as long as scoring thousands of tokens.
         """
+        alone = self._options.tensor_parallel == 1  # processes that load together must let go together
         while len(self._networks) >= self._capacity:
             largest = max(network.bytes for network in self._networks.values())
-            free = free_memory(self._options.torch_device())
+            free = free_memory(self._options.torch_device()) if alone else None
             if len(self._networks) < _MOST and free is not None and free > _SPARE * largest:
                 return
             self._networks.popitem(last=False)

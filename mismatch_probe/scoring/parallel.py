@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from mismatch_probe.errors import ExitCode, MismatchProbeError, UsageError
 from mismatch_probe.launched import launched_processes
-from mismatch_probe.scoring.devices import out_of_memory
+from mismatch_probe.scoring.memory import out_of_memory
 from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.networks import Networks
 from mismatch_probe.scoring.score import UnitScorer

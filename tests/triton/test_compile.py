@@ -14,8 +14,9 @@ SMALLEST = 99 * 1024
 
 def test_kernels_compile_for_cuda_without_a_device(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("compile_kernels.py")
-    made = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, env=environment)
+    command = [sys.executable, "-m", "tests.triton.compile_kernels"]
+    root = Path(__file__).parents[2]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=root)
     found = [json.loads(line) for line in made.stdout.splitlines()]
     assert len(found) == 16
     for one in found:
