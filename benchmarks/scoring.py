@@ -65,12 +65,10 @@ def compare(options: argparse.Namespace, dtype: str, second: Path) -> None:
     work = workload(options.model, options.groups)
     least, flops = ceiling(options.model, work, dtype)
     parts = ", ".join(f"{name} {value / sum(flops.values()):.0%}" for name, value in flops.items())
-    print(
-        f"\n{dtype}: {work.tokens} response tokens, {work.unique} unique of {512 * len(work.pairs) + work.tokens} ({parts})\n"
-    )
-    print(
-        "| scorer | tokens/s | time, StepScorer = 1 | share of the ceiling | max. difference |\n|---|---:|---:|---:|---:|"
-    )
+    whole = sum(len(prompt) + len(response) for prompt, response in work.pairs)
+    print(f"\n{dtype}: {work.tokens} response tokens, {work.unique} unique of {whole} ({parts})\n")
+    print("| scorer | tokens/s | time, StepScorer = 1 | share of the ceiling | max. difference |")
+    print("|---|" + "---:|" * 4)
     first = None
     for which in SCORERS:
         python = options.vllm_python if which.startswith("vLLM") else sys.executable

@@ -12,7 +12,7 @@ from mismatch_probe.checkpoints.fingerprint import Fingerprints
 from mismatch_probe.errors import UsageError
 from mismatch_probe.executors.plan import Callbacks, P
 from mismatch_probe.scoring.cache import ScoreCache
-from mismatch_probe.scoring.devices import out_of_memory
+from mismatch_probe.scoring.memory import out_of_memory
 from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.networks import Networks
 from mismatch_probe.scoring.parallel import Scorer, check_devices, leading

@@ -20,7 +20,7 @@ from mismatch_probe.checkpoints.describe import describe
 from mismatch_probe.checkpoints.huggingface import load_model
 from mismatch_probe.errors import CheckpointError
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Ragged, Rollouts
-from mismatch_probe.scoring.devices import out_of_memory
+from mismatch_probe.scoring.memory import out_of_memory
 from mismatch_probe.scoring.network import DTYPES, ScoringOptions
 
 _PASSES = 8
