@@ -151,7 +151,10 @@ def test_reports_and_figure_put_it_beside_prefix_kl(run: Path, capsys: pytest.Ca
 
 
 def test_whole_prompt_groups_are_answered(run: Path) -> None:
-    assert decomposed(run, "--fresh-rollouts", "30")["full_kl_fresh_sequences"] == 24  # three groups of eight
+    row = decomposed(run, "--fresh-rollouts", "30")
+    assert row["full_kl_fresh_sequences"] == 24  # three groups of eight
+    # Prefix KL beside it is that of the same three prompts.
+    assert row["full_kl_fresh_prefix_trainer_stale"] != pytest.approx(row["prefix_kl_trainer_stale"], rel=1e-6)
     assert decomposed(run, "--fresh-rollouts", "3")["full_kl_fresh_sequences"] == 8
 
 

@@ -189,6 +189,14 @@ def test_weights_that_give_no_number_are_refused(tmp_path: Path) -> None:
         sample_fresh(tmp_path / "one", Ragged.of([np.array([3])]), Sampling(longest=4, scoring=CPU), 1, [0])
 
 
+def test_a_token_of_probability_0_is_never_drawn() -> None:
+    """Not even by the uniform number 0, at the head of the vocabulary, nor by the largest, at its tail."""
+    scores = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).repeat(2, 1)
+    uniform = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64)
+    drawn = sample._Pick(uniform, Sampling())(torch.zeros(2, 1), scores)
+    assert drawn.argmax(dim=-1).tolist() == [1, 2]
+
+
 def test_cuts_keep_what_they_should() -> None:
     log_p = torch.tensor([[0.5, 0.3, 0.1, 0.1]]).log()
 
@@ -199,4 +207,5 @@ def test_cuts_keep_what_they_should() -> None:
     assert kept(2, 1.0) == [0, 1] and kept(1, 0.01) == [0]
     assert kept(3, 1.0) == [0, 1, 2, 3]  # a tie at the third place
     assert kept(-1, 0.45) == [0] and kept(-1, 0.6) == [0, 1] and kept(-1, 0.85) == [0, 1, 2]
+    assert kept(-1, 0.0) == [0]  # one always stays
     assert kept(2, 0.6) == [0] and kept(2, 0.65) == [0, 1]  # top-p of what top-k leaves: 0.625, 0.375
