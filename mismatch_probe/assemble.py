@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mismatch_probe.engine_split import EngineSplit, engine_row
 from mismatch_probe.resolve import Gaps
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Rollouts
 from mismatch_probe.stats.breakdown import Rule, StepEss
@@ -18,6 +19,7 @@ from mismatch_probe.stats.ratios import Levels, Split, split
 from mismatch_probe.stats.summary import BiasVectors, StepTokens, Summary, summarise
 
 if TYPE_CHECKING:
+    from mismatch_probe.scoring.engine import EngineScores
     from mismatch_probe.scoring.scores import StepScores
 
 
@@ -52,6 +54,7 @@ class StepData:
     stale_nearest: Bools
     gap: int
     split: Split
+    engine: EngineSplit
 
 
 def halves(rollouts: Rollouts) -> Ints:
@@ -60,12 +63,18 @@ def halves(rollouts: Rollouts) -> Ints:
 
 
 def join(
-    step: int, rollouts: Rollouts, scores: StepScores, trainer_version: int, one_lineage: bool, gaps: Gaps | None = None
+    step: int,
+    rollouts: Rollouts,
+    scores: StepScores,
+    trainer_version: int,
+    one_lineage: bool,
+    gaps: Gaps | None = None,
+    engine: EngineScores | None = None,
 ) -> StepData:
     """Choose each log-prob's source and split.
 
     log pi is rescored where there is a checkpoint, else as logged. log pi_s is rescored; without a checkpoint it is
-    log pi where sampler and trainer hold the same version.
+    log pi where sampler and trainer hold the same version. log mu is as logged, or the engine's where none is.
 
     Args:
         step: step number.
@@ -74,6 +83,7 @@ def join(
         trainer_version: version of the trainer's weights, or UNKNOWN_VERSION.
         one_lineage: sampler and trainer versions name the same checkpoints.
         gaps: which weights are those of a neighbouring version, None for none.
+        engine: its log-probs, None when it was not asked.
     """
     gaps = gaps or Gaps()
     counted = rollouts.loss_mask
@@ -86,6 +96,8 @@ def join(
     stale_rescored = ~np.isnan(stale)
     stale = np.where(np.isnan(stale) & same, trainer, stale)
     sampler = rollouts.sampler_logprob[counted]
+    again = EngineSplit.of(engine, counted, stale, sampler)
+    sampler = again.logprob if again.stands_in else sampler
     return StepData(
         step=step,
         trainer_version=trainer_version,
@@ -103,6 +115,7 @@ def join(
         stale_nearest=np.isin(versions, [version for version, gap in gaps.sampler.items() if gap]) & ~np.isnan(stale),
         gap=gaps.largest,
         split=split(sampler, stale, trainer),
+        engine=again,
     )
 
 
@@ -120,6 +133,7 @@ def step_row(
         for end in ("low", "high")
     }
     rule = judgement.rule
+    approximate = data.gap > 0 or (data.engine.stands_in and rule.ratio != "lag")
     ess = summary.intervals[f"ess_{rule.ratio}_{rule.level}"]
     noise = _noise(data, intervals)
     judged = StepEss(
@@ -127,7 +141,7 @@ def step_row(
         ess.value,
         ess.low,
         ess.high,
-        approximate=data.gap > 0,
+        approximate=approximate,
         within_floor=rule.ratio == "discrepancy" and _is_noise(summary.intervals["discrepancy_rms"].value, noise),
     )
     row = {
@@ -136,6 +150,7 @@ def step_row(
         **{name: interval.value for name, interval in summary.intervals.items()},
         **ends,
         **summary.values,
+        **engine_row(data.engine, data.split.discrepancy, data.levels.group, intervals, split_is_partial(data)),
         **noise,
         "breakdown_level": rule.level,
         "breakdown_ratio": rule.ratio,

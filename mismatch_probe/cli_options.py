@@ -41,6 +41,20 @@ class GradientTarget(StrEnum):
     sequence = "sequence"
 
 
+class Engine(StrEnum):
+    """Inference engines that can be asked again."""
+
+    vllm = "vllm"
+
+
+class EngineDtype(StrEnum):
+    """Precision of the engine's weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
 class Attention(StrEnum):
     """Attention kernels."""
 
@@ -105,6 +119,21 @@ GradientOption = Annotated[
 ]
 GradientTargetOption = Annotated[GradientTarget, typer.Option(help="Weights pi / mu of the on-policy update.")]
 ClipOption = Annotated[float, typer.Option(min=0.001, max=0.999, help="PPO's clip range epsilon.")]
+EngineOption = Annotated[
+    Engine | None,
+    typer.Option("--engine", help="Score the tokens with this inference engine too, and split D at its prefill."),
+]
+EngineDtypeOption = Annotated[
+    EngineDtype | None, typer.Option(help="Precision in which the run's sampler ran; default bfloat16.")
+]
+EngineTopKOption = Annotated[int, typer.Option(min=0, help="Keep the engine's K most probable tokens of each place.")]
+EngineSetOption = Annotated[
+    list[str] | None,
+    typer.Option("--engine-set", metavar="KEY=VALUE", help="An argument of vLLM's LLM, in JSON. Repeatable."),
+]
+EnginePythonOption = Annotated[
+    Path | None, typer.Option(help="Interpreter of the environment that has vLLM; default: this one.")
+]
 AttentionOption = Annotated[
     Attention,
     typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -13,6 +14,8 @@ import pyarrow as pa
 
 from mismatch_probe.assemble import Judgement, join, step_row
 from mismatch_probe.checkpoints.describe import digest
+from mismatch_probe.engine_asked import engine_session
+from mismatch_probe.engine_split import engine_reasons
 from mismatch_probe.errors import CheckpointError, NothingToJudgeError
 from mismatch_probe.executors.local import LocalExecutor
 from mismatch_probe.executors.plan import Callbacks, Executor
@@ -20,13 +23,13 @@ from mismatch_probe.extras import ExtraOptions, Extras
 from mismatch_probe.folder import SCORES, Staging
 from mismatch_probe.fresh import FreshPlan
 from mismatch_probe.planning import Planner, Planning, StepPlan
+from mismatch_probe.precision import precision_notices
 from mismatch_probe.record import record, relative, run_name
 from mismatch_probe.reference import DEFAULT_SEQUENCES
 from mismatch_probe.resolve import semantic_reasons
 from mismatch_probe.rows import place_table, sequence_rows, token_table
 from mismatch_probe.run import Rejected, Run, Step
 from mismatch_probe.scoring.cache import ScoreCache
-from mismatch_probe.scoring.devices import emulation_notice
 from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.scores import GIVES_NO_NUMBER, StepScores
 from mismatch_probe.selection import StepSelection
@@ -79,6 +82,11 @@ class DecomposeOptions:
     skip_bad_rows: bool = False
     strict: bool = False
     nearest: bool = False
+    engine: str | None = None
+    engine_dtype: str | None = None
+    engine_top_k: int = 0
+    engine_set: tuple[str, ...] = ()
+    engine_python: Path | None = None
     gradient: bool = True
     gradient_target: str = DEFAULT_TARGET
     clip_eps: float = 0.2
@@ -103,11 +111,12 @@ def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progr
         BadFileError, CheckpointError, OutputError, UsageError: as their names say.
     """
     steps = run.steps if options.steps is None else options.steps.choose(run.steps)
-    for notice in (*run.notices, *semantic_reasons(run), *_precision(run, options)):
+    for notice in (*run.notices, *semantic_reasons(run), *precision_notices(run, options.device, options.dtype)):
         progress.notice(notice)
     with Staging(folder, overwrite) as staging:
         job = _Job(run, options, progress, folder, steps)
-        job.decompose(steps, staging.path)
+        with job.engine or nullcontext():
+            job.decompose(steps, staging.path)
         if not job.compared:
             raise NothingToJudgeError(_nothing(run, job))
         write_table(table_of(job.step_rows, STEPS, job.provenance), staging.path / "steps.parquet")
@@ -155,6 +164,7 @@ class _Job:
         self.trends = RunTrends(options.constancy_margin, options.confidence, options.seed)
         self._digests: dict[str, str] = {}
         self._notices: list[str] = []
+        self.engine = engine_session(run, options, scoring, self._say)
         self.step_rows: list[dict[str, Any]] = []
         self.sequences: list[pa.Table] = []
         self.places: list[pa.Table] = []
@@ -215,9 +225,15 @@ class _Job:
             if reason.endswith(GIVES_NO_NUMBER):
                 self._say(f"{reason} at {tokens} tokens; they are left out")
         one_lineage = self._run.sampler_checkpoints is None
-        data = join(step, rollouts, scores, plan.trainer_version, one_lineage, checkpoints.gaps)
+        engine = None if self.engine is None else self.engine.score(rollouts, checkpoints.sampler)
+        data = join(step, rollouts, scores, plan.trainer_version, one_lineage, checkpoints.gaps, engine)
         write_table(token_table(data, self.provenance), out / "tokens" / f"step={step}" / "part-0.parquet")
-        reasons = (*semantic_reasons(self._run), *checkpoints.problems, *checkpoints.approximations)
+        reasons = (
+            *semantic_reasons(self._run),
+            *checkpoints.problems,
+            *checkpoints.approximations,
+            *engine_reasons(data.engine, self._run.settings),
+        )
         row, summary = step_row(data, self._judgement, self._bias, reasons)
         self.step_rows.append(row)
         self._add(update_row(data, self._judgement, self._updates))
@@ -244,7 +260,8 @@ class _Job:
         for name in ("steps", "fresh_steps"):
             options[name] = None if options[name] is None else options[name]["text"]
         rest = (self._scoring, self._digests, len(self.rejected), self._notices)
-        return record(self._run, steps, options, *rest) | self._extras.record()
+        beside = {} if self.engine is None else {"engine": self.engine.facts}
+        return record(self._run, steps, options, *rest) | self._extras.record() | beside
 
     def _say_unusable(self, error: CheckpointError) -> None:
         self._say(f"{error}. Left out")
@@ -261,19 +278,7 @@ class _Job:
             self._say(f"step {step}: {len(rejected)} rows set aside in all; rejected.parquet lists them")
 
 
-def _precision(run: Run, options: DecomposeOptions) -> list[str]:
-    dtype = options.dtype or run.settings.trainer_dtype
-    if run.trainer_checkpoints is None or dtype in ("float32", "float64"):
-        return []
-    emulated = emulation_notice(ScoringOptions(device=options.device).torch_device(), dtype)
-    return [
-        f"scored in {dtype}: its rounding is part of D and L (in bfloat16 some .04 nats rms a log-prob). "
-        "Pass --dtype float32 to see a lag below that",
-        *([emulated] if emulated else []),
-    ]
-
-
-_NOT_RECORDED = ("cache", "keep_scores")
+_NOT_RECORDED = ("cache", "keep_scores", "engine_python")
 """Options that change no result."""
 _ASSUMED = "assumed, since nothing states it"
 

@@ -15,7 +15,13 @@ from mismatch_probe.noise import WITHIN, noise_steps
 from mismatch_probe.readers import ReadOptions, open_run
 from mismatch_probe.reporters.ess_report import ess_report
 from mismatch_probe.reporters.format import nats
-from mismatch_probe.reporters.terminal import TerminalProgress, approximation_note, decomposition_table, stdout
+from mismatch_probe.reporters.terminal import (
+    TerminalProgress,
+    approximation_note,
+    decomposition_table,
+    engine_sentence,
+    stdout,
+)
 from mismatch_probe.selection import StepSelection
 from mismatch_probe.stats.breakdown import Rule
 
@@ -65,7 +71,9 @@ def _print_result(run_dir: Path, output: Path | None) -> None:
         style="dim",
     )
     console.print(_bias_sentence(steps), style="dim")
-    note = approximation_note(steps["nearest_gap_max"])
+    if inside := engine_sentence(steps):
+        console.print(inside, style="dim")
+    note = approximation_note(steps)
     if note:
         console.print(note, style="yellow")
     report = ess_report(analysis, Rule(options["level"], options["threshold"], options["ratio"]))

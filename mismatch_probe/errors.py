@@ -6,6 +6,7 @@
     │   ├── BadFileError      2   a file that cannot be parsed, or a row that --strict refuses
     │   └── CheckpointError   2   weights that cannot be loaded as they are
     ├── OutputError           2   the output folder cannot be written
+    ├── EngineError           2   the inference engine does not run, or does not give the model's log-probs
     └── NothingToJudgeError   5   everything was read and nothing could be compared
 
 Any other exception is a fault of the program (exit code 3).
@@ -67,8 +68,14 @@ class CheckpointError(InputError):
     """
 
     def __init__(self, text: str) -> None:
-        line = "".join(letter if letter.isprintable() else "?" for letter in text)
-        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 250]} ... {line[-245:]}")
+        super().__init__(_one_line(text))
+
+
+class EngineError(MismatchProbeError):
+    """The inference engine does not run, or its log-probs are not those of the model; kept to one line."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(_one_line(text))
 
 
 class OutputError(MismatchProbeError):
@@ -79,3 +86,9 @@ class NothingToJudgeError(MismatchProbeError):
     """Everything was read, and there was nothing to compare."""
 
     exit_code = ExitCode.NOTHING_TO_JUDGE
+
+
+def _one_line(text: str) -> str:
+    """Text that others had a hand in, printable and of bounded length, cut in the middle."""
+    line = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 250]} ... {line[-245:]}"

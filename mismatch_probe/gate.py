@@ -10,6 +10,7 @@ from enum import StrEnum
 import numpy as np
 import pandas as pd
 
+from mismatch_probe.approximate import approximate
 from mismatch_probe.config import Thresholds
 from mismatch_probe.errors import NothingToJudgeError
 from mismatch_probe.noise import WITHIN, noise_steps
@@ -120,7 +121,7 @@ def _mass_errors(steps: pd.DataFrame) -> pd.DataFrame:
             "error": error,
             "error_ci_low": math.nan,
             "error_ci_high": math.nan,
-            **{name: steps[name] for name in ("nearest_gap_max", "discrepancy_rms", *_FLOOR)},
+            **{name: steps[name] for name in ("nearest_gap_max", "sampler_from_engine", "discrepancy_rms", *_FLOOR)},
         }
     )
 
@@ -133,8 +134,8 @@ def _check(
     fails: Callable[[pd.Series], pd.Series],
     lowest_is_worst: bool = False,
 ) -> Check:
-    # A step scored at other weights than its own passes nothing and fails nothing.
-    judged = steps[steps[column].notna() & (steps["nearest_gap_max"] == 0)]
+    # What is approximate passes nothing and fails nothing.
+    judged = steps[steps[column].notna() & ~approximate(steps, column)]
     if judged.empty:
         return Check(name, Outcome.UNJUDGED, threshold, steps=len(steps))
     of_discrepancy = "discrepancy" in column or column == "error"

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from mismatch_probe.assemble import StepData
+from mismatch_probe.engine_split import engine_columns
 from mismatch_probe.run import UNKNOWN_TOKEN, UNKNOWN_VERSION, Bools, Floats, Ints
 from mismatch_probe.stats.positions import Places
 from mismatch_probe.stats.ratios import sequence_sums
@@ -39,7 +40,7 @@ def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
         "discrepancy": _nullable(data.split.discrepancy),
         "lag": _nullable(data.split.lag),
         "log_ratio": _nullable(data.split.log_ratio),
-        "sampler_logprob_source": _source(data.sampler, none, none),
+        "sampler_logprob_source": _source(data.sampler, none, none, engine=data.engine.stands_in),
         "stale_trainer_logprob_source": _source(
             data.stale, data.stale_rescored | data.trainer_rescored, data.stale_nearest
         ),
@@ -52,6 +53,7 @@ def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
         "total_variation": _nullable(scores.total_variation[counted]),
         "same_top": _nullable(scores.same_top[counted]),
         "advantage": _nullable(rollouts.advantage[counted]),
+        **engine_columns(data.engine),
     }
     target = schema(TOKENS, provenance)
     return pa.table([columns[name] for name in target.names], schema=target)
@@ -118,9 +120,9 @@ def _nullable(values: Floats) -> pa.Array:
     return pa.array(values, pa.float64(), mask=np.isnan(values))
 
 
-def _source(values: Floats, rescored: Bools, nearest: Bools) -> pa.Array:
+def _source(values: Floats, rescored: Bools, nearest: Bools, engine: bool = False) -> pa.Array:
     codes = pa.array(rescored.astype(np.int32) + nearest, mask=np.isnan(values), type=pa.int32())
-    return pa.DictionaryArray.from_arrays(codes, pa.array(["logged", "rescored", "nearest"]))
+    return pa.DictionaryArray.from_arrays(codes, pa.array(["engine" if engine else "logged", "rescored", "nearest"]))
 
 
 def _category(sequence: Ints, names: Any) -> pa.Array:

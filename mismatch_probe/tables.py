@@ -7,6 +7,7 @@ import sys
 import pyarrow as pa
 
 from mismatch_probe.columns import Column as Column
+from mismatch_probe.tables_engine import STEPS_ENGINE, TOKENS_ENGINE
 from mismatch_probe.tables_fresh import FRESH
 from mismatch_probe.tables_gradient import GRADIENT
 from mismatch_probe.tables_reference import REFERENCE
@@ -30,13 +31,13 @@ TOKENS = (
     Column("token_id", pa.int32(), "the sampled token; null = not logged"),
     Column("sampler_version", _I, "version of the weights that drew the token; null = unknown"),
     Column("trainer_version", _I, "version of the trainer's weights at this step; null = unknown"),
-    _nats("sampler_logprob", "log mu: the engine's log-prob as logged, never altered"),
+    _nats("sampler_logprob", "log mu: the engine's log-prob as logged, never altered; see its source"),
     _nats("stale_trainer_logprob", "log pi_s: trainer network at the sampler's weights"),
     _nats("trainer_logprob", "log pi: trainer network at its current weights"),
     _nats("discrepancy", "D = log pi_s - log mu: engine numerics"),
     _nats("lag", "L = log pi - log pi_s: stale weights"),
     _nats("log_ratio", "d = D + L, exactly in float64"),
-    Column("sampler_logprob_source", _CATEGORY, "logged, or null"),
+    Column("sampler_logprob_source", _CATEGORY, "logged, engine (its prefill, none was logged: approximate), or null"),
     Column(
         "stale_trainer_logprob_source",
         _CATEGORY,
@@ -51,6 +52,7 @@ TOKENS = (
     _number("total_variation", "half the L1 norm of pi_s - pi at the prefix"),
     _number("same_top", "1 where pi_s and pi have the same most probable token at the prefix, else 0"),
     _number("advantage", "advantage as logged"),
+    *TOKENS_ENGINE,
 )
 
 SEQUENCES = (
@@ -186,6 +188,7 @@ STEPS = (
     ),
     *FRESH,
     *GRADIENT,
+    *STEPS_ENGINE,
     _nats("noise_floor_rms", "the probe's own error: rms difference of log-probs scored in a batch and alone", True),
     _nats("noise_floor_max", "largest such difference"),
     Column("noise_floor_tokens", _I, "tokens scored twice for it"),

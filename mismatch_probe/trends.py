@@ -32,7 +32,7 @@ class RunTrends:
 
     def add(self, data: StepData, summary: Summary) -> None:
         """Take in one step. Approximate ones, and those whose split is known in part, are passed over."""
-        if data.gap > 0 or split_is_partial(data) or not len(data.stale):
+        if data.gap > 0 or data.engine.stands_in or split_is_partial(data) or not len(data.stale):
             return
         group, n_groups = data.levels.group, data.levels.n_groups
         entropy = data.scores.entropy_stale[data.counted]

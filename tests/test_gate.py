@@ -16,7 +16,7 @@ from tests.planted import Planted
 
 def table(**columns: list[float]) -> pd.DataFrame:
     n = len(next(iter(columns.values())))
-    frame = pd.DataFrame({"step": range(10, 10 + n), "nearest_gap_max": 0})
+    frame = pd.DataFrame({"step": range(10, 10 + n), "nearest_gap_max": 0, "sampler_from_engine": 0})
     known = {
         **{f"ess_lag_{level}": [1.0] * n for level in ("token", "sequence", "prompt")},
         **{name: [0.0] * n for name in ("discrepancy_k3", "prefix_kl_stale_trainer", "bias_lag_tv")},

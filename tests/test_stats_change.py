@@ -94,6 +94,9 @@ def test_the_report_says_where_the_discrepancy_jumps() -> None:
         {
             "step": np.arange(20),
             "nearest_gap_max": 0,
+            "sampler_from_engine": 0,
+            "noise_floor_rms_ci_high": np.nan,
+            "noise_floor_max": np.nan,
             "discrepancy_rms": rms,
             "prefix_kl_stale_trainer": 0.0,
             "ess_lag_sequence": 1.0,

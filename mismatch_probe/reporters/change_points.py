@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from mismatch_probe.approximate import approximate
 from mismatch_probe.noise import noise_steps
 from mismatch_probe.reporters.format import nats
 from mismatch_probe.stats.breakdown import Rule
@@ -42,8 +43,6 @@ def series_changes(steps: pd.DataFrame, rule: Rule, rate: float) -> list[SeriesC
     Steps that are null, exactly 0 or 1, or approximate are left out, and those where D is within the probe's noise
     floor where it is D that is looked at; with fewer than 8 left nothing is looked for.
     """
-    exact = steps[steps["nearest_gap_max"] == 0]
-    noise = noise_steps(exact)
     found: list[SeriesChange] = []
     for quantity, column, forward, back in (
         (
@@ -55,10 +54,11 @@ def series_changes(steps: pd.DataFrame, rule: Rule, rate: float) -> list[SeriesC
         ("Prefix KL", "prefix_kl_stale_trainer", np.log, math.exp),
         ("rms D", "discrepancy_rms", np.log, math.exp),
     ):
+        exact = steps[~approximate(steps, column)]
         with np.errstate(divide="ignore", invalid="ignore"):
             values = forward(exact[column].to_numpy(dtype=np.float64))
         if "discrepancy" in column:
-            values = np.where(noise, np.nan, values)
+            values = np.where(noise_steps(exact), np.nan, values)
         changes = find_changes(exact["step"].to_numpy(dtype=np.int64), values, rate).changes
         found += [_on_scale(quantity, change, back, rate) for change in changes]
     return found

@@ -11,6 +11,7 @@ import pandas as pd
 from rich.console import Console
 from rich.text import Text
 
+from mismatch_probe.approximate import approximate
 from mismatch_probe.folder import Analysis
 from mismatch_probe.noise import WITHIN, floor_sentence, floor_tops, noise_steps
 from mismatch_probe.reporters.beside import beside_sentences
@@ -82,7 +83,7 @@ def ess_report(analysis: Analysis, rule: Rule, false_alarm_rate: float = DEFAULT
         name = f"ess_{ratio}_{level}"
         tokens = {"lag": "tokens_with_lag", "discrepancy": "tokens_with_discrepancy", "total": "tokens"}[ratio]
         count = {"token": tokens, "sequence": "sequences", "prompt": "groups"}[level]
-        parts = steps[["step", name, f"{name}_ci_low", f"{name}_ci_high", count, "nearest_gap_max"]]
+        parts = steps[["step", name, f"{name}_ci_low", f"{name}_ci_high", count]].assign(gap=approximate(steps, name))
         # Of the total ratio D is the smaller part wherever it matters; of its own weights it is all.
         noise = noise_steps(steps) if ratio == "discrepancy" else np.zeros(len(steps), dtype=np.bool_)
         return [
@@ -91,7 +92,7 @@ def ess_report(analysis: Analysis, rule: Rule, false_alarm_rate: float = DEFAULT
         ]
 
     ess = {ratio: {lvl: column(ratio, lvl) for lvl in LEVELS} for ratio in RATIOS}
-    exact = steps[steps["nearest_gap_max"] == 0]  # elsewhere D holds a part of the lag
+    exact = steps[~approximate(steps)]  # elsewhere D holds a part of the lag
     parts = zip(*(exact[f"discrepancy_{part}"] for part in ("rms", "k3")), floor_tops(exact), strict=True)
     discrepancy = [
         StepDiscrepancy(int(step), *map(float, part)) for step, part in zip(exact["step"], parts, strict=True)
@@ -104,7 +105,7 @@ def ess_report(analysis: Analysis, rule: Rule, false_alarm_rate: float = DEFAULT
     ]
     known = any(not math.isnan(mass.value) for mass in masses)
     mass = mass_sentence(masses, options["confidence"]) if known else ""
-    note = approximation_note(steps["nearest_gap_max"])
+    note = approximation_note(steps)
     changes = series_changes(steps, rule, false_alarm_rate)
     how = (options["confidence"], options["intervals"])
     trends = _trends(analysis, exact)

@@ -67,8 +67,9 @@ def draw(analysis: Analysis, only: Sequence[str] | None, level: str, threshold: 
 
 
 def _approximation_note(analysis: Analysis) -> str:
-    gaps = analysis.steps["nearest_gap_max"]
-    return f"{(gaps > 0).sum()} of {len(gaps)} steps approximate: nearest checkpoint" if (gaps > 0).any() else ""
+    steps = analysis.steps
+    kinds = {"nearest checkpoint": steps["nearest_gap_max"] > 0, "engine for log mu": steps["sampler_from_engine"] > 0}
+    return "; ".join(f"{of.sum()} of {len(of)} steps approximate: {kind}" for kind, of in kinds.items() if of.any())
 
 
 def plot_decomposition(analysis: Analysis, level: str, threshold: float) -> Figure | None:

@@ -12,6 +12,7 @@ from rich.progress import Task as ProgressTask
 from rich.table import Table
 from rich.text import Text
 
+from mismatch_probe.approximate import approximate
 from mismatch_probe.reporters.format import nats, share
 
 STATUS_STYLE = {
@@ -41,21 +42,50 @@ def plain_table(*headings: str, left: tuple[int, ...] = (0,), tight: bool = Fals
     return table
 
 
-def step_label(step: int, gap: float) -> str:
-    """The step's number, starred where weights of a neighbouring version stand in for its own."""
-    return f"{step}*" if gap else str(step)
+def step_label(step: int, approximate: bool) -> str:
+    """The step's number, starred where something stands in for what was not kept."""
+    return f"{step}*" if approximate else str(step)
 
 
-def approximation_note(gaps: pd.Series) -> str:
-    """What the star means, "" where every step is exact. ``gaps`` is the nearest_gap_max column."""
+def approximation_note(steps: pd.DataFrame) -> str:
+    """What the star means, "" where every step is exact."""
+    parts = (_nearest_note(steps["nearest_gap_max"]), _engine_note(steps["sampler_from_engine"]))
+    note = " ".join(part for part in parts if part)
+    return f"*: {note}" if note else ""
+
+
+def _engine_note(tokens: pd.Series) -> str:
+    starred = int((tokens > 0).sum())
+    if not starred:
+        return ""
+    return (
+        f"D of {starred} of {len(tokens)} steps is approximate: no sampler log-prob was logged and the engine's "
+        "prefill stands in (--engine). No breakdown is declared on D or d there."
+    )
+
+
+def _nearest_note(gaps: pd.Series) -> str:
     starred = gaps[gaps > 0]
     if starred.empty:
         return ""
     farthest = "1 update" if starred.max() == 1 else f"{starred.max()} updates"
     return (
-        f"*: {len(starred)} of {len(gaps)} steps are approximate, scored at the nearest checkpoint, up to "
+        f"{len(starred)} of {len(gaps)} steps are approximate, scored at the nearest checkpoint, up to "
         f"{farthest} from the version that counts (--nearest). No breakdown is declared on them."
     )
+
+
+def engine_sentence(steps: pd.DataFrame) -> str:
+    """What D consists of at the last step at which the engine was asked again, "" where it was nowhere."""
+    known = steps[steps["discrepancy_decode_rms"].notna()]
+    if known.empty:
+        return ""
+    row = known.iloc[-1]
+    parts = [
+        f"{what} rms {nats(row[f'discrepancy_{part}_rms'])} ({row[f'discrepancy_{part}_share']:.0%} of mean D^2)"
+        for part, what in (("prefill", "engine against trainer"), ("decode", "decode against prefill"))
+    ]
+    return f"Inside D (step {row['step']}): {', '.join(parts)}."
 
 
 def decomposition_table(steps: pd.DataFrame) -> Table:
@@ -65,9 +95,9 @@ def decomposition_table(steps: pd.DataFrame) -> Table:
         left=(0, 9),
         tight=True,
     )
-    for row in steps.to_dict("records"):
+    for row, starred in zip(steps.to_dict("records"), approximate(steps), strict=True):
         table.add_row(
-            step_label(row["step"], row["nearest_gap_max"]),
+            step_label(row["step"], starred),
             nats(row["discrepancy_mean"]),
             nats(row["discrepancy_rms"]),
             nats(row["lag_mean"]),
