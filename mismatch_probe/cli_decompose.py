@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mismatch_probe.cli_options import (
+    AddressOption,
     AnalysisOption,
     Attention,
     AttentionOption,
@@ -19,6 +20,9 @@ from mismatch_probe.cli_options import (
     EnginePythonOption,
     EngineSetOption,
     EngineTopKOption,
+    ExecutorName,
+    ExecutorOption,
+    GpusOption,
     GradientOption,
     GradientTarget,
     GradientTargetOption,
@@ -37,6 +41,7 @@ from mismatch_probe.cli_options import (
     StrictOption,
     TensorParallelOption,
     ThresholdOption,
+    WorkersOption,
 )
 
 
@@ -61,6 +66,10 @@ def decompose(
     attn: AttentionOption = Attention.auto,
     head: HeadOption = Head.auto,
     tensor_parallel: TensorParallelOption = None,
+    executor: ExecutorOption = ExecutorName.local,
+    address: AddressOption = None,
+    gpus_per_worker: GpusOption = None,
+    workers: WorkersOption = None,
     cache: Annotated[
         Path | None, typer.Option("--cache", help="Folder of finished scores; default scores/ in the analysis folder.")
     ] = None,
@@ -121,6 +130,10 @@ def decompose(
         attention=attn.value,
         head=head.value,
         tensor_parallel=tensor_parallel,
+        executor=executor.value,
+        address=address,
+        gpus_per_worker=gpus_per_worker,
+        workers=workers,
         cache=cache,
         keep_scores=not no_cache,
         reference=reference,

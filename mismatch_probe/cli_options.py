@@ -9,6 +9,13 @@ from typing import Annotated
 import typer
 
 
+class ExecutorName(StrEnum):
+    """Where units are scored."""
+
+    local = "local"
+    ray = "ray"
+
+
 class Level(StrEnum):
     """Unit whose weight is judged."""
 
@@ -153,3 +160,15 @@ SkipBadRowsOption = Annotated[
 ]
 StrictOption = Annotated[bool, typer.Option("--strict", help="End with exit 2 at the first row that does not fit.")]
 QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="No progress and no notes on stderr.")]
+ExecutorOption = Annotated[
+    ExecutorName, typer.Option(help="Where to score: in this process, or on the machines of a Ray cluster.")
+]
+AddressOption = Annotated[
+    str | None, typer.Option(metavar="ADDR", help="Ray cluster, host:port or auto; default one on this machine.")
+]
+GpusOption = Annotated[
+    float | None, typer.Option(min=0.0, metavar="G", help="GPUs of a Ray worker; default 1 on CUDA, else 0.")
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Ray workers at most; default as many as the cluster holds.")
+]

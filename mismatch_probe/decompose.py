@@ -19,6 +19,7 @@ from mismatch_probe.engine_split import engine_reasons
 from mismatch_probe.errors import CheckpointError, NothingToJudgeError
 from mismatch_probe.executors.local import LocalExecutor
 from mismatch_probe.executors.plan import Callbacks, Executor
+from mismatch_probe.executors.ray import RayExecutor, RayOptions
 from mismatch_probe.extras import ExtraOptions, Extras
 from mismatch_probe.folder import SCORES, Staging
 from mismatch_probe.fresh import FreshPlan
@@ -99,6 +100,7 @@ class DecomposeOptions:
     attention: str = "auto"
     head: str = "auto"
     tensor_parallel: int = 1
+    cluster: RayOptions | None = None
 
 
 def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progress, overwrite: bool = False) -> None:
@@ -208,7 +210,8 @@ class _Job:
         return Planner(self._run, planning, self._say)
 
     def _executor(self) -> Executor:
-        return LocalExecutor(self._scoring, self._run.adapter_base, self._cache, self._callbacks())
+        rest = (self._scoring, self._run.adapter_base, self._cache, self._callbacks())
+        return LocalExecutor(*rest) if self._options.cluster is None else RayExecutor(*rest, self._options.cluster)
 
     def _callbacks(self) -> Callbacks:
         return Callbacks(
@@ -278,7 +281,7 @@ class _Job:
             self._say(f"step {step}: {len(rejected)} rows set aside in all; rejected.parquet lists them")
 
 
-_NOT_RECORDED = ("cache", "keep_scores", "engine_python")
+_NOT_RECORDED = ("cache", "keep_scores", "engine_python", "cluster")
 """Options that change no result."""
 _ASSUMED = "assumed, since nothing states it"
 

@@ -51,6 +51,7 @@ def run_decompose(
 
     if options["dtype"] not in (None, *DTYPES):
         raise UsageError(f"--dtype {options['dtype']}: unknown. Use {', '.join(DTYPES)}")
+    options["cluster"] = _cluster(options)
     folder = analysis_path(run_dir, output)
     with TerminalProgress(quiet) as progress:
         decompose(run, folder, DecomposeOptions(**options), progress, overwrite)
@@ -58,6 +59,20 @@ def run_decompose(
     if not quiet:
         sys.stderr.write(f"wrote {folder}\n")
     return ExitCode.OK
+
+
+def _cluster(options: dict[str, Any]) -> Any:
+    """Take the options of the executor out; the cluster they mean, None for this process."""
+    from mismatch_probe.executors.ray import RayOptions
+
+    executor = options.pop("executor")
+    asked = {name: options.pop(name) for name in ("address", "gpus_per_worker", "workers")}
+    if executor == "ray":
+        return RayOptions(**asked)
+    for name, value in asked.items():
+        if value is not None:
+            raise UsageError(f"--{name.replace('_', '-')}: only with --executor ray")
+    return None
 
 
 def _print_result(run_dir: Path, output: Path | None) -> None:
