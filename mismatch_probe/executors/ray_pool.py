@@ -18,6 +18,8 @@ from mismatch_probe.errors import UsageError
 from mismatch_probe.executors.ray_worker import Outcome, Setup, Worker
 from mismatch_probe.scoring.units import Unit
 
+_api: Any = ray
+"""Some of Ray's functions have no types."""
 _PATIENCE = 30.0
 """Seconds without a worker after which the user is told."""
 _STARTS = 3
@@ -33,7 +35,7 @@ class _Actor(Worker):
 
 @dataclass(frozen=True)
 class Event:
-    """A worker is ready, gave an outcome, or died; ``blame`` where its node is still there."""
+    """A worker is ready, gave an outcome, or died; ``blame`` where its node is not known to be gone."""
 
     worker: str
     outcome: Outcome | None = None
@@ -90,7 +92,7 @@ class Pool:
     def room(self) -> int:
         """Workers that the cluster as it is now holds, one at least."""
         key, each = ("GPU", self._gpus) if self._gpus else ("CPU", 1.0)
-        room = max(1, int(ray.cluster_resources().get(key, 0.0) / each))
+        room = max(1, int(_api.cluster_resources().get(key, 0.0) / each))
         return room if self._most is None else min(room, self._most)
 
     def grow(self) -> None:
@@ -154,5 +156,5 @@ class Pool:
             if self._failed >= _STARTS:
                 reason = " ".join(str(error).split())[:400]
                 raise UsageError(f"workers of the Ray cluster do not start: {reason}")
-        alive = {found["NodeID"] for found in ray.nodes() if found["Alive"]}
+        alive = {found["NodeID"] for found in _api.nodes() if found["Alive"]}
         return Event(name, died=True, blame=node in alive)
