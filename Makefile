@@ -71,8 +71,16 @@ $(TRITON_READY): $(READY)
 	touch $(TRITON_READY)
 
 # Accuracy and speed on a CUDA device, in one table; exit 5 where there is none. CPU variant: make gpu-check DEVICE=cpu
-gpu-check: $(READY)
+gpu-# A part of test: real clusters of Ray on this machine, with workers killed and nodes removed.
+test-ray: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray
+
+check: $(READY)
 	$(BIN)/python -m benchmarks.gpu_check --device $(DEVICE)
+
+# A part of test: real clusters of Ray on this machine, with workers killed and nodes removed.
+test-ray: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray
 
 check: $(READY)
 	$(BIN)/ruff check .
