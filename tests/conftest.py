@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import os
+import shutil
 from pathlib import Path
 
 # Two threads that wait for each other on a busy machine are slower than one on models this small.
@@ -28,6 +30,13 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     made = plant(tmp_path_factory.mktemp("planted") / "run", steps=4)
     assert main(["decompose", str(made.path), "-q"]) == 0
     return made
+
+
+@pytest.fixture
+def run(planted: Planted, tmp_path: Path) -> Planted:
+    """A copy of the planted run, without its analysis."""
+    shutil.copytree(planted.path, tmp_path / "run", ignore=shutil.ignore_patterns("mismatch_probe"))
+    return Planted(tmp_path / "run", planted.trainer, planted.mu, copy.deepcopy(planted.rows))
 
 
 @pytest.fixture(scope="session")

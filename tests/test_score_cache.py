@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,21 +20,11 @@ from mismatch_probe.scoring.network import Network, ScoringOptions
 from mismatch_probe.scoring.plan import units
 from mismatch_probe.scoring.score import UnitScorer
 from mismatch_probe.scoring.scores import COLUMNS, StepScores
+from tests.decompose_cases import contents, decompose
 from tests.planted import Planted, write_rows
-from tests.test_decompose import contents
 from tests.tiny import random_rollouts, save_model
 
 OPTIONS = ScoringOptions(device="cpu")
-
-
-@pytest.fixture
-def run(planted: Planted, tmp_path: Path) -> Planted:
-    shutil.copytree(planted.path, tmp_path / "run", ignore=shutil.ignore_patterns("mismatch_probe"))
-    return Planted(tmp_path / "run", planted.trainer, planted.mu, copy.deepcopy(planted.rows))
-
-
-def decompose(run: Planted, *options: str) -> int:
-    return main(["decompose", str(run.path), "-q", *options])
 
 
 def tables(folder: Path) -> dict[str, bytes]:
