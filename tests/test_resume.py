@@ -73,7 +73,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(run: Path, tmp_path:
         while not started.exists() and process.poll() is None:
             time.sleep(0.01)
         try:
-            process.wait(timeout=chance.uniform(0.05, 1.2) + 0.1 * kills)
+            process.wait(timeout=chance.uniform(0.05, 1.2) + 0.4 * kills)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()
