@@ -18,7 +18,7 @@ TRITON_BIN := $(TRITON_VENV)/bin
 TRITON_READY := $(TRITON_VENV)/.ready
 SITE := "import site; print(site.getsitepackages()[0])"
 
-.PHONY: demo test test-triton test-engine gpu-check check venv clean
+.PHONY: demo test test-ray test-triton test-engine gpu-check check venv clean
 
 venv: $(READY)
 
@@ -71,11 +71,7 @@ $(TRITON_READY): $(READY)
 	touch $(TRITON_READY)
 
 # Accuracy and speed on a CUDA device, in one table; exit 5 where there is none. CPU variant: make gpu-check DEVICE=cpu
-gpu-# A part of test: real clusters of Ray on this machine, with workers killed and nodes removed.
-test-ray: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray
-
-check: $(READY)
+gpu-check: $(READY)
 	$(BIN)/python -m benchmarks.gpu_check --device $(DEVICE)
 
 # A part of test: real clusters of Ray on this machine, with workers killed and nodes removed.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mismatch_probe.remedies import Batch, FullCentre, RatioClip, TopKCentre, dlc_loss, reinforce_loss, token_tis_loss
 from mismatch_probe.remedies import score_centring_loss as sc_loss
-from mismatch_probe.scoring.sketch import CAP, HeadSketch
+from mismatch_probe.scoring.sketch import CAP, HeadSketch, Running
 from tests.remedies_truth import RESPONSES, gradient_of, world
 
 WORDS = 6
@@ -184,7 +184,10 @@ def test_centred_under_the_stale_trainer_it_is_the_update_that_the_analysis_rate
     hidden = torch.zeros(32, 2, dtype=torch.float64)
     factors = sketch.empty(hidden)
     stale, trainer = (each.detach().exp().reshape(-1, 4) for each in (made.rows(made.stale), made.rows(made.trainer)))
-    sketch.put(factors, slice(None), ids.reshape(-1), hidden, stale, trainer)
+    running = Running(sketch, trainer)
+    running.add(slice(None), stale, trainer)
+    at = ids.reshape(-1, 1)
+    running.put(factors, slice(None), at[:, 0], hidden, (trainer.gather(-1, at) / stale.gather(-1, at))[:, 0])
     torch.testing.assert_close(update.reshape(-1, 4), factors.centred, rtol=0, atol=1e-12)
 
 
