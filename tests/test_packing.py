@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from mismatch_probe.assemble import halves
+from mismatch_probe.errors import CheckpointError
 from mismatch_probe.run import Ragged, Rollouts
 from mismatch_probe.scoring.network import Network, ScoringOptions
 from mismatch_probe.scoring.networks import Networks
 from mismatch_probe.scoring.packing import packs, sharing_rows, unique_tokens
+from mismatch_probe.scoring.proof import looks_ahead
 from mismatch_probe.scoring.score import StepScorer
 from mismatch_probe.scoring.states import hidden_states
 from tests.tiny import VOCAB, random_rollouts, save_model
@@ -103,10 +105,75 @@ def test_attention_that_is_not_understood_is_run_in_batches_and_said(tmp_path: P
     assert float((found - expected).abs().max()) < 2e-5 * max(1.0, float(expected.abs().max()))
 
 
-def test_positions_that_depend_on_the_longest_sequence_are_not_packed(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-    save_model(tmp_path, "llama", rope_parameters=rope)
-    assert "longest sequence" in Network(tmp_path, ScoringOptions(device="cpu")).no_packing
+def test_a_window_that_is_in_the_mask_alone_is_not_lost(tmp_path: Path) -> None:
+    """Qwen2-MoE's layers do not tell their attention of the window, and a few tokens do not show it."""
+    save_model(tmp_path, "qwen2_moe")
+    network = Network(tmp_path, ScoringOptions(device="cpu"))
+    assert "window of 12 tokens is in a mask alone" in network.no_packing
+    rollouts = groups(np.random.default_rng(5))
+    found = hidden_states(network, rollouts.prompt, rollouts.response, rollouts.loss_mask, 200, lambda _: None)
+    expected = alone(tmp_path, rollouts)[torch.from_numpy(rollouts.loss_mask)]
+    assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
+ROPES = {
+    "llama": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    "phi3": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "factor": 8.0,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_positions_that_depend_on_the_longest_sequence_are_run_one_at_a_time(tmp_path: Path, kind: str) -> None:
+    extra = {"max_position_embeddings": 16} if kind == "llama" else {"original_max_position_embeddings": 16}
+    save_model(tmp_path, kind, rope_parameters=ROPES[kind], **extra)
+    network = Network(tmp_path, ScoringOptions(device="cpu"))
+    assert "longest sequence" in network.no_packing and network.one_at_a_time
+    rollouts = groups(np.random.default_rng(6))
+    wanted = np.ones(len(rollouts.response.values), dtype=np.bool_)
+    found = hidden_states(network, rollouts.prompt, rollouts.response, wanted, 400, lambda _: None)
+    # A model of its own for each sequence: what ran before must not matter.
+    fresh = [alone(tmp_path, rollouts.take(np.array([row]))) for row in range(len(rollouts))]
+    expected = torch.cat(fresh)
+    assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
+def test_a_model_that_looks_ahead_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looks_ahead(save_model(tmp_path / "bert", "bert"))
+    assert not looks_ahead(save_model(tmp_path / "bloom", "bloom"))
+    monkeypatch.setattr("mismatch_probe.scoring.network.looks_ahead", lambda _: True)
+    with pytest.raises(CheckpointError, match="looks at tokens that follow"):
+        Network(tmp_path / "bloom", ScoringOptions(device="cpu"))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_in_float64(tmp_path: Path, kind: str) -> None:
+    save_model(tmp_path, kind)
+    rollouts = groups(np.random.default_rng(7))
+    states = [
+        hidden_states(
+            Network(tmp_path, ScoringOptions(device="cpu", dtype=dtype)),
+            *(rollouts.prompt, rollouts.response, rollouts.loss_mask, 100, lambda _: None),
+        )
+        for dtype in ("float64", "float32")
+    ]
+    assert states[0].dtype == torch.float64
+    assert float((states[0] - states[1]).abs().max()) < 1e-5 * float(states[0].abs().max())
+
+
+def test_what_was_planned_is_reported_by_batches_too(tmp_path: Path) -> None:
+    save_model(tmp_path, "bloom")
+    rollouts = groups(np.random.default_rng(8))
+    forwarded: list[int] = []
+    sequences = rollouts.prompt, rollouts.response, rollouts.loss_mask
+    hidden_states(Network(tmp_path, ScoringOptions(device="cpu")), *sequences, 60, forwarded.append)
+    assert len(forwarded) > 2 and sum(forwarded) == unique_tokens(*sequences)
 
 
 @st.composite

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
-import threading
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from mismatch_probe.checkpoints.fingerprint import Fingerprints
 from mismatch_probe.entry import main
 from mismatch_probe.errors import OutputError
 from mismatch_probe.scoring.cache import ScoreCache
@@ -132,6 +131,22 @@ def test_what_is_put_comes_back_whole(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_a_cache_that_is_a_file_is_one_line(run: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.path / "f").write_text("")
+    assert main(["decompose", str(run.path), "-q", "--cache", str(run.path / "f")]) == 2
+    assert "f: cannot be written" in capsys.readouterr().err
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path: Path) -> None:
+    cache, path, scores = unit_scores(tmp_path)
+    path.parent.mkdir(parents=True)
+    for name, age in ((".part-old", 7200), (".part-new", 10)):
+        (path.parent / name).write_text("half")
+        os.utime(path.parent / name, (time.time() - age,) * 2)
+    cache.put(path, scores)
+    assert sorted(file.name for file in path.parent.iterdir()) == sorted([".part-new", path.name])
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "pickle", "other"])
 def test_a_damaged_file_is_no_score(tmp_path: Path, damage: str) -> None:
     cache, path, scores = unit_scores(tmp_path)
@@ -175,53 +190,6 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(path.parent.iterdir()) == []
 
 
-def test_fingerprints_cover_every_byte_and_are_remembered(tmp_path: Path) -> None:
-    save_model(tmp_path / "one", "qwen3")
-    memo = tmp_path / "weights.json"
-    prints = Fingerprints(memo)
-    first = prints.of(tmp_path / "one")
-    prints.close()
-    file = tmp_path / "one" / "model.safetensors"
-    assert Fingerprints(memo).of(tmp_path / "one") == first
-    (known,) = json.loads(memo.read_text()).items()
-    memo.write_text(json.dumps({known[0]: "another"}))
-    assert Fingerprints(memo).of(tmp_path / "one") != first  # the file was not read again
-    data = bytearray(file.read_bytes())
-    for place in (len(data) // 2, len(data) - 1):
-        data[place] ^= 1
-        file.write_bytes(bytes(data))
-        assert Fingerprints(memo).of(tmp_path / "one") != first
-    assert Fingerprints(memo).of(tmp_path / "absent") is None
-    memo.write_text("no json")
-    assert Fingerprints(memo).of(tmp_path / "one") is not None
-
-
-def test_the_next_checkpoint_is_read_in_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_model(tmp_path / "one", "qwen3")
-    readers: list[int] = []
-    digest = Fingerprints._digest
-
-    def noted(self: Fingerprints, path: Path) -> str:
-        readers.append(threading.get_ident())
-        return digest(self, path)
-
-    monkeypatch.setattr(Fingerprints, "_digest", noted)
-    prints = Fingerprints()
-    prints.ahead([tmp_path / "one"])
-    assert prints.of(tmp_path / "one") and prints.of(tmp_path / "one")
-    assert len(readers) == 1 and readers[0] != threading.get_ident()
-
-
-def test_nobody_waits_for_a_digest_that_is_not_wanted_any_more(tmp_path: Path, monkeypatch) -> None:
-    save_model(tmp_path / "one", "qwen3")
-    monkeypatch.setattr("mismatch_probe.checkpoints.fingerprint._BLOCK", 1000)
-    prints = Fingerprints(tmp_path / "weights.json")
-    prints.close()
-    with pytest.raises(InterruptedError):
-        prints._digest(tmp_path / "one")
-    assert json.loads((tmp_path / "weights.json").read_text()) == {}
-
-
 def test_half_memory_halves_the_passes(run: Planted, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """A device that holds 20 tokens a pass; the scores are those of small passes, and it is said once."""
     packed = Network.packed
@@ -239,6 +207,20 @@ def test_half_memory_halves_the_passes(run: Planted, monkeypatch: pytest.MonkeyP
     assert decompose(run, "-o", str(run.path / "b"), "--max-tokens", "16", "--no-cache") == 0
     parts = [name for name in halved if name.startswith("tokens/")]
     assert parts and all(halved[name] == tables(run.path / "b")[name] for name in parts)
+
+
+def test_spare_networks_go_before_passes_are_halved(run: Planted, loaded: list[str], monkeypatch, capsys) -> None:
+    packed, failed = Network.packed, []
+
+    def tight(self: Network, pack, memory) -> torch.Tensor:
+        if len(loaded) == 4 and not failed:
+            failed.append(self.path.name)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return packed(self, pack, memory)
+
+    monkeypatch.setattr(Network, "packed", tight)
+    assert main(["decompose", str(run.path), "--no-cache"]) == 0
+    assert failed and "out of memory" not in capsys.readouterr().err
 
 
 def test_no_memory_at_all_is_one_line(run: Planted, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

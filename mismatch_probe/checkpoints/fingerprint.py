@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from mismatch_probe.checkpoints import peft
 from mismatch_probe.checkpoints.describe import SETTINGS_FILES, weight_files
 from mismatch_probe.checkpoints.layouts import Layout, find
+from mismatch_probe.checkpoints.tensors import config_dir
 from mismatch_probe.errors import MismatchProbeError
 
 _BLOCK = 1 << 22
+_SETTLED = 3.0
+"""Seconds after which a file that has not changed is taken as written: clocks of file systems are coarse."""
 
 
 class Fingerprints:
@@ -22,7 +27,7 @@ class Fingerprints:
     they are loaded.
 
     Args:
-        memo: file that remembers digests of files that have not changed since (size, time, inode); None for none.
+        memo: file that remembers digests of files that have not changed since (size, times, inode); None for none.
         base: the model below checkpoints that are adapters.
     """
 
@@ -64,8 +69,9 @@ class Fingerprints:
             try:
                 part.write_text(text)
                 os.replace(part, self._memo)
-            except OSError:
-                part.unlink(missing_ok=True)  # the next run reads the files again
+            except OSError:  # the next run reads the files again
+                with contextlib.suppress(OSError):
+                    part.unlink(missing_ok=True)
 
     def _digest(self, path: Path) -> str:
         layout, root = find(path)
@@ -78,11 +84,20 @@ class Fingerprints:
                 mark.update(settings.read_bytes() if settings.is_file() else b"-")
             for file in weight_files(folder):
                 mark.update(f"{file.name}:{self._file(file)}".encode())
+        if layout is not Layout.GGUF:
+            # The configuration may lie outside the weights' folder, and code of the model's own beside it.
+            described = config_dir(path, self._base)
+            for file in (
+                described / "config.json",
+                *sorted(described.glob("*.py")),
+                *sorted(root.glob("*.index.json")),
+            ):
+                mark.update(file.name.encode() + file.read_bytes() if file.is_file() else b"-")
         return mark.hexdigest()
 
     def _file(self, file: Path) -> str:
         stat = file.stat()
-        facts = f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
+        facts = f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}"
         key = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
         with self._lock:
             if key in self._known:
@@ -94,9 +109,12 @@ class Fingerprints:
                 # The interpreter waits for its threads: a file of many gigabytes must not hold up its end.
                 if self._closed.is_set():
                     raise InterruptedError(f"{file}: nobody waits for its digest any more")
-        with self._lock:
-            self._known[key] = mark.hexdigest()
-            return self._known[key]
+        after = file.stat()
+        settled = time.time() - max(after.st_mtime, after.st_ctime) > _SETTLED and after.st_ctime_ns == stat.st_ctime_ns
+        if settled:
+            with self._lock:
+                self._known[key] = mark.hexdigest()
+        return mark.hexdigest()
 
 
 def _read_memo(memo: Path | None) -> dict[str, str]:

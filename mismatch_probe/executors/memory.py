@@ -30,7 +30,9 @@ def score_in_memory(scorer: Scorer, networks: Networks, unit: Unit, on_notice: C
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            _halve(scorer, networks, on_notice)
+            # What can be loaded again goes first.
+            if not networks.release():
+                _halve(scorer, networks, on_notice)
 
 
 def _halve(scorer: Scorer, networks: Networks, on_notice: Callable[[str], None]) -> None:

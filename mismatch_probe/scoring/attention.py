@@ -12,14 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mismatch_probe.run import Ragged
-from mismatch_probe.scoring.packing import Pack, Trunk, packs
+from mismatch_probe.scoring.packing import Pack, Trunk
 
 NAME = "mismatch_probe"
 _QUERIES = 1024
@@ -50,6 +48,22 @@ class _Pass:
 
 
 _running: list[_Pass] = []
+_HARMLESS = {"position_ids", "cache_position"}
+"""Tensors that layers pass to their attention without asking it for anything."""
+
+
+@dataclass
+class Windows:
+    """Windows that the model asked masks for, and those that its layers gave to their attention, since the last look.
+
+    A layer whose window is in its mask alone would see everything here, where there are no masks.
+    """
+
+    asked: set[int | None] = field(default_factory=set)
+    given: set[int | None] = field(default_factory=set)
+
+
+seen_windows = Windows()
 
 
 @contextmanager
@@ -81,9 +95,10 @@ def attend(
     Raises:
         UnsupportedAttentionError: the layer asks for more than causal attention with a window and a cap.
     """
-    unknown = [name for name in ("s_aux", "position_bias", "head_mask") if others.get(name) is not None]
+    unknown = [name for name, value in others.items() if isinstance(value, Tensor) and name not in _HARMLESS]
     if attention_mask is not None or dropout or unknown or not getattr(module, "is_causal", True):
         raise UnsupportedAttentionError(", ".join(unknown) or "a mask, dropout or attention both ways")
+    seen_windows.given.add(sliding_window or None)
     masks = _running[-1].masks if _running else {}
     kernel = _Kernel(scaling, sliding_window or None, softcap, masks)
     if not _running:
@@ -187,61 +202,10 @@ def run_packed(body: Any, pack: Pack, memory: Memory, device: torch.device) -> T
     return states[0]
 
 
-_PROMPT, _RESPONSES = 5, (4, 3, 1)
-_LAYERS = {"full_attention", "sliding_attention"}
+def _no_mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
+    """Stands in for the masks of transformers; notes the window that one would have had."""
+    seen_windows.asked.add(local_size)
 
 
-@torch.inference_mode()
-def why_not_packed(model: Any) -> str:
-    """Switch a model to packed attention and prove it on a few tokens; where it is not exact, switch back.
-
-    Returns:
-        Empty when packed sequences give what each alone gives, else the reason why the model goes on in batches.
-    """
-    before = model.config._attn_implementation
-    try:
-        reason = _try_packing(model)
-    # Each architecture fails in its own way when it is asked for what it does not know.
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    if reason and model.config._attn_implementation != before:
-        model.set_attn_implementation(before)
-    return reason
-
-
-def _try_packing(model: Any) -> str:
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
-    if kinds or getattr(config, "attention_chunk_size", None):
-        return f"its layers are not plain attention ({', '.join(sorted(kinds)) or 'chunked attention'})"
-    if _rope_types(config) & {"dynamic", "longrope"}:
-        return "its rotary positions depend on the longest sequence of a pass"
-    rng = np.random.default_rng(0)
-    draw = [rng.integers(0, config.vocab_size, size) for size in (_PROMPT, *_RESPONSES)]
-    device = model.get_output_embeddings().weight.device
-    rows = [torch.from_numpy(np.concatenate([draw[0], response[:-1]]))[None].to(device) for response in draw[1:]]
-    alone = [model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, _PROMPT - 1 :] for ids in rows]
-    model.set_attn_implementation(NAME)
-    count = len(_RESPONSES)
-    response = Ragged.of(draw[1:])
-    found = torch.zeros(len(response.values), alone[0].shape[-1], dtype=alone[0].dtype, device=device)
-    memory = Memory()
-    # A budget below the group's size also tries what is kept from one pass to the next.
-    for pack in packs(Ragged.of([draw[0]] * count), response, np.ones(len(response.values), bool), _PROMPT + 4):
-        states = run_packed(model.base_model, pack, memory, device)
-        found[torch.from_numpy(pack.target)] = states[torch.from_numpy(pack.source)]
-    expected = torch.cat(alone)
-    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
-    gap = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-    return "" if gap <= tolerance else f"packed and separate passes differ by {gap:.1e} of the largest state"
-
-
-def _rope_types(config: Any) -> set[str]:
-    """Kinds of rotary positions: one for the model, or one for each kind of layer."""
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parts = [found, *(part for part in found.values() if isinstance(part, dict))]
-    return {str(part.get("rope_type", part.get("type"))) for part in parts}
-
-
+AttentionMaskInterface.register(NAME, _no_mask)
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, lambda *_, **__: None)

@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import json
 import os
-import zipfile
+import tempfile
+import time
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,9 @@ from mismatch_probe.scoring.units import Unit
 from mismatch_probe.table_io import output_error
 
 _ALWAYS = ("noise", "noise_place", "bias_lag_tokens")
+_PART = ".part-"
+_ABANDONED = 3600.0
+"""Seconds after which a file that is still being written is taken for a dead process's."""
 _FACTORS = ("wanted", "score", "centred", "state")
 _CODE = ("scoring", "checkpoints")
 """Packages whose source decides what a score is."""
@@ -82,7 +86,8 @@ def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
             return {name: found[name] for name in found.files}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    # A damaged file fails in many ways; whatever it is, its scores are made again.
+    except Exception:
         return None
 
 
@@ -92,17 +97,29 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
     Raises:
         OutputError: the folder is full or cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as stream:
+        _sweep(path.parent)
+        # A name that no other process on any machine has.
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_PART, delete=False) as stream:
+            part = Path(stream.name)
             np.savez(stream, **arrays)  # type: ignore[arg-type]
         os.replace(part, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+            if part is not None:
+                part.unlink(missing_ok=True)
         reason = output_error(path.parent.parent, error)
         raise OutputError(f"{reason}, or pass --no-cache") from None
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed process left half written."""
+    for part in folder.glob(f"{_PART}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > _ABANDONED:
+                part.unlink()
 
 
 @cache

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from mismatch_probe.checkpoints.huggingface import load_model
 from mismatch_probe.errors import CheckpointError, UsageError
-from mismatch_probe.scoring.attention import Memory, run_packed, why_not_packed
+from mismatch_probe.scoring.attention import Memory, run_packed
 from mismatch_probe.scoring.devices import attention_implementation, cuda_max_tokens
 from mismatch_probe.scoring.packing import Pack
 from mismatch_probe.scoring.plan import CPU_MAX_TOKENS, PASSES_IN_UNIT
+from mismatch_probe.scoring.proof import looks_ahead, positions_vary, reset_positions, why_not_packed
 
 DTYPES = {
     "float64": torch.float64,
@@ -88,8 +89,8 @@ class Network:
 
     The head's product comes out in float32 whatever the weights' dtype (float64 for float64): a bfloat16 logit is
     good to 1/16 nat at best, which no later care can mend. ``base`` is the model below an adapter.
-    ``no_packing`` says why sequences cannot be packed and share their prompts; empty where they can. ``fused`` says
-    that the head pass goes through Triton.
+    ``no_packing`` says why sequences cannot be packed and share their prompts; empty where they can. ``one_at_a_time``:
+    nor can they share a batch. ``fused`` says that the head pass goes through Triton.
     """
 
     def __init__(self, path: Path, options: ScoringOptions, base: Path | None = None) -> None:
@@ -100,6 +101,8 @@ class Network:
         self._model = load_model(
             path, device, dtype, options.trust_remote_code, base, attention, options.tensor_parallel
         )
+        if options.dtype == "float64" and self._model._can_set_experts_implementation():
+            self._model.set_experts_implementation("eager")  # its grouped products know no float64
         self._body = self._model.base_model
         head = self._model.get_output_embeddings()
         if head is None or self._body is self._model:
@@ -113,10 +116,16 @@ class Network:
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.multiplier = _logit_multiplier(config)
         self._wide_weight: Tensor | None = None
+        self.one_at_a_time = positions_vary(self._model)
         self._check_head()
         self.no_packing = (
             why_not_packed(self._model) if attention is None else f"--attn {options.attention} was asked for"
         )
+        if self.no_packing and looks_ahead(self._model):
+            raise CheckpointError(
+                f"{path}: {self.architecture} looks at tokens that follow, so its log-probs are not a sampler's. "
+                "Name the checkpoint of a causal model"
+            )
 
     @property
     def architecture(self) -> str:
@@ -149,6 +158,8 @@ class Network:
 
         No attention mask is needed: attention is causal, so padding on the right reaches no real token.
         """
+        if self.one_at_a_time:
+            reset_positions(self._model)
         states: Tensor = self._body(input_ids=ids.to(self.weight.device), use_cache=False).last_hidden_state
         return states
 

@@ -93,6 +93,13 @@ class Networks:
                 return
             self._networks.popitem(last=False)
 
+    def release(self) -> bool:
+        """Let go of the networks beyond the capacity; False where there is none."""
+        spare = len(self._networks) - self._capacity
+        for _ in range(spare):
+            self._networks.popitem(last=False)
+        return spare > 0
+
     def usable(self, path: Path | None, beside: Path | None = None) -> Path | None:
         """The path, where its network can be loaded and has the vocabulary of the one beside it.
 

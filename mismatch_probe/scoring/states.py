@@ -11,7 +11,7 @@ from torch import Tensor
 from mismatch_probe.run import Bools, Ints, Ragged
 from mismatch_probe.scoring.attention import Memory
 from mismatch_probe.scoring.network import Network
-from mismatch_probe.scoring.packing import packs
+from mismatch_probe.scoring.packing import packs, unique_tokens
 from mismatch_probe.scoring.plan import batches
 
 
@@ -58,7 +58,8 @@ def _batched(
     rows = rows_with(response, wanted)
     lengths = prompt.lengths[rows] + response.lengths[rows]
     destination = np.cumsum(wanted) - 1
-    for batch in batches(lengths, max_tokens):
+    unique, finished, reported = unique_tokens(prompt, response, wanted), 0, 0
+    for batch in batches(lengths, 1 if network.one_at_a_time else max_tokens):
         hidden = network.hidden(_pad(prompt, response, rows[batch], int(lengths[batch].max())))
         for at, row in enumerate(rows[batch]):
             start, stop = response.offsets[row], response.offsets[row + 1]
@@ -66,7 +67,10 @@ def _batched(
             # The state at t predicts token t + 1, so the first response token hangs on the last prompt token.
             source = len(prompt[row]) + (tokens - start) - 1
             out[torch.from_numpy(destination[tokens])] = hidden[at, torch.from_numpy(source)]
-        on_tokens(int(lengths[batch].sum()))
+        # What was planned counts a prompt once, whoever runs it.
+        done = int(unique * (finished := finished + int(lengths[batch].sum())) / lengths.sum())
+        on_tokens(done - reported)
+        reported = done
 
 
 def rows_with(response: Ragged, wanted: Bools) -> Ints:
