@@ -9,15 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from mismatch_probe.entry import main
-from tests.decompose_cases import analysis, contents, decompose, rewrite, steps, tokens
+from tests.decompose_cases import analysis, contents, decompose, rewrite, steps, tables, tokens
 from tests.planted import VOCAB, Planted, write_toml
 
 
 def test_same_input_same_bytes(run: Planted) -> None:
     assert decompose(run) == 0
-    first = contents(analysis(run))
+    first = tables(analysis(run))
     assert decompose(run, "-o", str(run.path / "elsewhere")) == 0
-    assert contents(run.path / "elsewhere") == first
+    assert tables(run.path / "elsewhere") == first
     assert {"steps.parquet", "sequences.parquet", "rejected.parquet", "run.json"} < set(first)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mismatch_probe.entry import main
-from tests.decompose_cases import analysis, contents, decompose, rewrite, steps, tokens
+from tests.decompose_cases import analysis, decompose, rewrite, steps, tables, tokens
 from tests.planted import VOCAB, Planted, plant, write_toml
 
 
@@ -38,12 +38,12 @@ def unknown_model(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [break_header, cut_short, lose_config, unknown_model])
 def test_an_unreadable_checkpoint_is_one_line(run: Planted, damage, capsys: pytest.CaptureFixture[str]) -> None:
     assert decompose(run) == 0
-    before = contents(analysis(run))
+    before = tables(analysis(run))
     damage(run.path / "checkpoints" / "step_000002")
     assert decompose(run, "--overwrite") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "step_000002" in error
-    assert contents(analysis(run)) == before  # the earlier result is intact
+    assert tables(analysis(run)) == before  # the earlier result is intact
     assert decompose(run, "--overwrite", "--skip-bad-rows") == 0
     assert steps(run)["status"].tolist()[2] == "unjudged" and steps(run).loc[3, "ess_lag_token"] < 1
 
@@ -61,7 +61,7 @@ def test_an_output_that_cannot_be_made_is_one_line(
 def test_a_full_disk_leaves_the_earlier_analysis_intact(run: Planted) -> None:
     """A limit on the size of files stands in for a full disk: the kernel refuses the write in the same way."""
     assert decompose(run, "--steps", "0") == 0
-    before = contents(analysis(run))
+    before = tables(analysis(run))
 
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -77,7 +77,7 @@ def test_a_full_disk_leaves_the_earlier_analysis_intact(run: Planted) -> None:
     assert made.returncode == 2
     assert made.stderr.startswith("error: ") and "cannot be written (File too large)" in made.stderr
     assert made.stderr.count("\n") == 1 and ".staging" not in made.stderr
-    assert contents(analysis(run)) == before
+    assert tables(analysis(run)) == before
 
 
 def test_raw_logprobs_are_compared_before_temperature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

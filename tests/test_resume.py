@@ -16,8 +16,8 @@ import pytest
 from mismatch_probe.entry import main
 from mismatch_probe.errors import InputError
 from mismatch_probe.folder import STAGING, open_analysis
+from tests.decompose_cases import tables
 from tests.planted import Planted
-from tests.test_score_cache import tables
 
 _SLOW = """
 import os, sys, time

@@ -19,15 +19,11 @@ from mismatch_probe.scoring.network import Network, ScoringOptions
 from mismatch_probe.scoring.plan import units
 from mismatch_probe.scoring.score import UnitScorer
 from mismatch_probe.scoring.scores import COLUMNS, StepScores
-from tests.decompose_cases import contents, decompose
+from tests.decompose_cases import decompose, tables
 from tests.planted import Planted, write_rows
 from tests.tiny import random_rollouts, save_model
 
 OPTIONS = ScoringOptions(device="cpu")
-
-
-def tables(folder: Path) -> dict[str, bytes]:
-    return {name: data for name, data in contents(folder).items() if not name.startswith("scores/")}
 
 
 @pytest.fixture

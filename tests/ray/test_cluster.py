@@ -20,8 +20,8 @@ from mismatch_probe.entry import main
 from mismatch_probe.executors.ray import RayExecutor
 from mismatch_probe.executors.ray_pool import Event, Pool
 from mismatch_probe.scoring.score import UnitScorer
+from tests.decompose_cases import tables
 from tests.planted import Planted
-from tests.test_score_cache import tables
 
 # Ray's own, not of the code under test.
 pytestmark = [
