@@ -33,6 +33,10 @@ class Judgement:
     seed: int
     intervals: str = DEFAULT_METHOD
 
+    def over(self, n_groups: int) -> ClusterIntervals:
+        """Intervals over so many prompt groups."""
+        return ClusterIntervals(n_groups, self.seed, self.resamples, self.confidence, self.intervals)
+
 
 @dataclass(frozen=True, eq=False)
 class StepData:
@@ -123,9 +127,7 @@ def step_row(
     data: StepData, judgement: Judgement, previous: BiasVectors, extra_reasons: Iterable[str]
 ) -> tuple[dict[str, Any], Summary]:
     """The step's row of the steps table, and the summary it was taken from."""
-    intervals = ClusterIntervals(
-        data.levels.n_groups, judgement.seed, judgement.resamples, judgement.confidence, judgement.intervals
-    )
+    intervals = judgement.over(data.levels.n_groups)
     summary = summarise(_step_tokens(data), intervals, previous)
     ends = {
         f"{name}_ci_{end}": getattr(interval, end)

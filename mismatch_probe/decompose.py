@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -197,7 +196,6 @@ class _Job:
 
     def _planner(self) -> Planner:
         options = self._options
-        gradient = partial(chosen_tokens, seed=options.seed) if self._updates.gradient else None
         planning = Planning(
             limit=options.limit,
             seed=options.seed,
@@ -205,7 +203,7 @@ class _Job:
             strict=options.strict,
             nearest=options.nearest,
             unit_tokens=self._scoring.unit_tokens,
-            gradient=None if gradient is None else lambda rollouts, step: gradient(rollouts, step=step),
+            gradient=(lambda of, step: chosen_tokens(of, options.seed, step)) if self._updates.gradient else None,
         )
         return Planner(self._run, planning, self._say)
 

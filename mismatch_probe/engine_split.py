@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from mismatch_probe.columns import with_ends
 from mismatch_probe.run import Floats, Ints, Settings
 from mismatch_probe.stats.intervals import IDENTITY, LOG, ClusterIntervals, group_sums, mean, root_mean
 from mismatch_probe.stats.ratios import drop_nulls
+from mismatch_probe.table_io import nullable
 
 if TYPE_CHECKING:
     from mismatch_probe.scoring.engine import EngineScores
@@ -83,9 +85,7 @@ def engine_row(
         if not split.stands_in:
             sums = group_sums(products, group[both], intervals.n_groups)
             found["share"] = intervals.interval(sums, _share, IDENTITY)
-        for name, interval in found.items():
-            column = f"discrepancy_{part}_{name}"
-            row |= {column: interval.value, f"{column}_ci_low": interval.low, f"{column}_ci_high": interval.high}
+        row |= with_ends({f"discrepancy_{part}_{name}": interval for name, interval in found.items()})
     return row
 
 
@@ -96,7 +96,7 @@ def engine_columns(split: EngineSplit) -> dict[str, pa.Array]:
         "discrepancy_prefill": split.prefill,
         "discrepancy_decode": split.decode,
     }
-    out = {name: pa.array(values, pa.float64(), mask=np.isnan(values)) for name, values in columns.items()}
+    out = {name: nullable(values) for name, values in columns.items()}
     none = np.isnan(split.logprob)
     out["engine_top_ids"] = _lists(split.top_ids, none, pa.int32())
     out["engine_top_logprobs"] = _lists(split.top_logprob, none, pa.float64())

@@ -92,3 +92,8 @@ def _one_line(text: str) -> str:
     """Text that others had a hand in, printable and of bounded length, cut in the middle."""
     line = "".join(letter if letter.isprintable() else "?" for letter in text)
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 250]} ... {line[-245:]}"
+
+
+def in_a_line(error: BaseException) -> str:
+    """Kind and first line of an exception that is not one of ours."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -17,7 +17,7 @@ from mismatch_probe.reference import DEFAULT_SEQUENCES, Reference, reference_opt
 from mismatch_probe.run import Run, Step
 from mismatch_probe.scoring.cache import ScoreCache
 from mismatch_probe.scoring.network import ScoringOptions
-from mismatch_probe.scoring.sample import sample_fresh
+from mismatch_probe.scoring.sample import Sampling, sample_fresh
 from mismatch_probe.scoring.sample_cache import KeptSamples
 from mismatch_probe.scoring.scores import StepScores
 from mismatch_probe.selection import StepSelection
@@ -118,7 +118,7 @@ class Extras:
             "top_k": settings.top_k,
             "longest": settings.max_response_length,
             "eos": list(settings.eos_token_id),
-            "dtype": "float32" if self._scoring.dtype == "float64" else self._scoring.dtype,
+            "dtype": Sampling(scoring=self._scoring).dtype,
             "steps": [step.index for step in self.fresh_steps],
         }
         reference = {"dtype": self._options.reference, "sequences": self._options.reference_sequences}

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from mismatch_probe.assemble import Judgement, StepData, halves
+from mismatch_probe.columns import with_ends
 from mismatch_probe.errors import CheckpointError
 from mismatch_probe.planning import StepPlan
 from mismatch_probe.run import Floats, Ints, Rollouts, Run, Step
 from mismatch_probe.scoring.network import ScoringOptions
-from mismatch_probe.scoring.plan import forward_passes, units
+from mismatch_probe.scoring.plan import forward_tokens, units
 from mismatch_probe.scoring.sample import Sampling
 from mismatch_probe.scoring.scores import StepScores
 from mismatch_probe.scoring.units import Unit
 from mismatch_probe.selection import limited_rows
 from mismatch_probe.stats.fresh import fresh_kl
-from mismatch_probe.stats.intervals import ClusterIntervals
 from mismatch_probe.stats.ratios import Levels
 
 WIDEST_GAP = 0.2
@@ -53,7 +53,7 @@ class FreshPlan:
     @property
     def forward_tokens(self) -> int:
         """Tokens that go through a network to be scored."""
-        return sum(tokens for unit in self.units for _, tokens in forward_passes(unit))
+        return forward_tokens(self.units)
 
 
 class FreshPlanner:
@@ -197,9 +197,7 @@ def fresh_row(
     fresh, group = plan.rollouts, data.levels.group_of_sequence
     if np.isnan(scores.kl_trainer_stale).any():
         return {}, [*reasons, "fresh rollouts: the networks give no number at some of their tokens"]
-    intervals = ClusterIntervals(
-        data.levels.n_groups, judgement.seed, judgement.resamples, judgement.confidence, judgement.intervals
-    )
+    intervals = judgement.over(data.levels.n_groups)
     paired = np.isin(data.levels.sequence, plan.row)
     found = fresh_kl(
         scores.kl_trainer_stale,
@@ -210,11 +208,11 @@ def fresh_row(
         intervals,
     )
     values: dict[str, Any] = {"full_kl_fresh_sequences": len(fresh), "full_kl_fresh_tokens": plan.tokens}
-    for name, interval in found.items():
-        if math.isinf(interval.value):
-            reasons.append("fresh rollouts: prefix KL is 0 over the recorded responses, so there is no ratio to it")
-            continue
-        values |= {name: interval.value, f"{name}_ci_low": interval.low, f"{name}_ci_high": interval.high}
+    finite = {name: interval for name, interval in found.items() if not math.isinf(interval.value)}
+    reasons += (len(found) - len(finite)) * [
+        "fresh rollouts: prefix KL is 0 over the recorded responses, so there is no ratio to it"
+    ]
+    values |= with_ends(finite)
     gap = _gap(fresh, scores.trainer_logprob)
     if gap > WIDEST_GAP:
         reasons.append(

@@ -13,7 +13,7 @@ from mismatch_probe.assemble import halves
 from mismatch_probe.errors import BadFileError
 from mismatch_probe.resolve import StepCheckpoints, set_aside
 from mismatch_probe.run import Bools, Rollouts, Run, Step
-from mismatch_probe.scoring.plan import forward_passes
+from mismatch_probe.scoring.plan import forward_tokens
 from mismatch_probe.scoring.units import Unit
 from mismatch_probe.selection import limit_sequences
 
@@ -36,7 +36,7 @@ class StepPlan:
     @property
     def forward_tokens(self) -> int:
         """Tokens that go through a network, each once for each set of weights."""
-        return sum(tokens for unit in self.units for _, tokens in forward_passes(unit))
+        return forward_tokens(self.units)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mismatch_probe.assemble import Judgement, StepData
+from mismatch_probe.columns import with_ends
 from mismatch_probe.errors import UsageError
 from mismatch_probe.executors.plan import Executor
 from mismatch_probe.planning import StepPlan
@@ -16,7 +17,6 @@ from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.plan import units
 from mismatch_probe.scoring.units import Unit
 from mismatch_probe.stats.attribution import attribute, spread_sample
-from mismatch_probe.stats.intervals import ClusterIntervals
 
 WIDE = ("float32", "float64")
 DEFAULT_SEQUENCES = 16
@@ -90,23 +90,17 @@ class Reference:
         sample = self._plan(plan, rows)
         ((_, scores),) = self._executor.run([sample])
         reference = np.full(len(data.counted), np.nan)
-        offsets = data.rollouts.response.offsets
-        places = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in rows])
-        reference[places] = scores.stale_logprob
-        intervals = ClusterIntervals(
-            data.levels.n_groups, judgement.seed, judgement.resamples, judgement.confidence, judgement.intervals
-        )
+        reference[data.rollouts.response.places(rows)] = scores.stale_logprob
         found = attribute(
             data.sampler,
             np.where(data.stale_rescored, data.stale, np.nan),
             reference[data.counted],
             data.levels.sequence,
             data.levels.group,
-            intervals,
+            judgement.over(data.levels.n_groups),
         )
         values |= {"reference_sequences": found.sequences, "reference_tokens": found.tokens}
-        for name, interval in found.intervals.items():
-            values |= {name: interval.value, f"{name}_ci_low": interval.low, f"{name}_ci_high": interval.high}
+        values |= with_ends(found.intervals)
         return values, [] if found.tokens else ["reference: its network gives no number at any token of the sample"]
 
     def _plan(self, plan: StepPlan, rows: np.ndarray) -> SamplePlan:

@@ -12,7 +12,7 @@ from mismatch_probe.engine_split import engine_columns
 from mismatch_probe.run import UNKNOWN_TOKEN, UNKNOWN_VERSION, Bools, Floats, Ints
 from mismatch_probe.stats.positions import Places
 from mismatch_probe.stats.ratios import sequence_sums
-from mismatch_probe.table_io import schema
+from mismatch_probe.table_io import nullable, schema
 from mismatch_probe.tables import PLACES, TOKENS
 
 
@@ -34,25 +34,25 @@ def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
             pa.int64(),
             mask=np.full(len(versions), data.trainer_version == UNKNOWN_VERSION),
         ),
-        "sampler_logprob": _nullable(data.sampler),
-        "stale_trainer_logprob": _nullable(data.stale),
-        "trainer_logprob": _nullable(data.trainer),
-        "discrepancy": _nullable(data.split.discrepancy),
-        "lag": _nullable(data.split.lag),
-        "log_ratio": _nullable(data.split.log_ratio),
+        "sampler_logprob": nullable(data.sampler),
+        "stale_trainer_logprob": nullable(data.stale),
+        "trainer_logprob": nullable(data.trainer),
+        "discrepancy": nullable(data.split.discrepancy),
+        "lag": nullable(data.split.lag),
+        "log_ratio": nullable(data.split.log_ratio),
         "sampler_logprob_source": _source(data.sampler, none, none, engine=data.engine.stands_in),
         "stale_trainer_logprob_source": _source(
             data.stale, data.stale_rescored | data.trainer_rescored, data.stale_nearest
         ),
         "trainer_logprob_source": _source(data.trainer, data.trainer_rescored, data.trainer_nearest),
-        "logged_trainer_logprob": _nullable(rollouts.trainer_logprob[counted]),
-        "entropy_stale": _nullable(scores.entropy_stale[counted]),
-        "entropy_trainer": _nullable(scores.entropy_trainer[counted]),
-        "kl_stale_trainer": _nullable(scores.kl_stale_trainer[counted]),
-        "kl_trainer_stale": _nullable(scores.kl_trainer_stale[counted]),
-        "total_variation": _nullable(scores.total_variation[counted]),
-        "same_top": _nullable(scores.same_top[counted]),
-        "advantage": _nullable(rollouts.advantage[counted]),
+        "logged_trainer_logprob": nullable(rollouts.trainer_logprob[counted]),
+        "entropy_stale": nullable(scores.entropy_stale[counted]),
+        "entropy_trainer": nullable(scores.entropy_trainer[counted]),
+        "kl_stale_trainer": nullable(scores.kl_stale_trainer[counted]),
+        "kl_trainer_stale": nullable(scores.kl_trainer_stale[counted]),
+        "total_variation": nullable(scores.total_variation[counted]),
+        "same_top": nullable(scores.same_top[counted]),
+        "advantage": nullable(rollouts.advantage[counted]),
         **engine_columns(data.engine),
     }
     target = schema(TOKENS, provenance)
@@ -102,22 +102,18 @@ def place_table(step: int, places: Places, provenance: dict[str, str]) -> pa.Tab
         "step": pa.array(np.full(count, step)),
         "place": pa.array(np.arange(count)),
         "alive": pa.array(places.alive),
-        "mean_weight": _nullable(places.mean_weight),
-        "mean_weight_ci_low": _nullable(places.mean_weight_low),
-        "mean_weight_ci_high": _nullable(places.mean_weight_high),
-        "missing_mass": _nullable(places.missing_mass),
-        "effective_sequences": _nullable(places.effective),
-        "pareto_k": _nullable(places.pareto_k),
-        "prefix_kl_trainer_stale": _nullable(places.prefix_kl),
-        "full_kl_trainer_stale": _nullable(places.full_kl),
+        "mean_weight": nullable(places.mean_weight),
+        "mean_weight_ci_low": nullable(places.mean_weight_low),
+        "mean_weight_ci_high": nullable(places.mean_weight_high),
+        "missing_mass": nullable(places.missing_mass),
+        "effective_sequences": nullable(places.effective),
+        "pareto_k": nullable(places.pareto_k),
+        "prefix_kl_trainer_stale": nullable(places.prefix_kl),
+        "full_kl_trainer_stale": nullable(places.full_kl),
         "identifiable": pa.array(places.identifiable),
     }
     target = schema(PLACES, provenance)
     return pa.table([columns[name] for name in target.names], schema=target)
-
-
-def _nullable(values: Floats) -> pa.Array:
-    return pa.array(values, pa.float64(), mask=np.isnan(values))
 
 
 def _source(values: Floats, rescored: Bools, nearest: Bools, engine: bool = False) -> pa.Array:

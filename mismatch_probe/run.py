@@ -59,6 +59,16 @@ class Ragged:
         """Length of each row, (rows,)."""
         return np.diff(self.offsets)
 
+    @property
+    def row_of_value(self) -> Ints:
+        """Row of each value, (total,)."""
+        return np.repeat(np.arange(len(self), dtype=np.int64), self.lengths)
+
+    def places(self, rows: Ints) -> Ints:
+        """Where the values of the given rows lie, row after row."""
+        spans = [np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows]
+        return np.concatenate(spans).astype(np.int64) if spans else np.zeros(0, dtype=np.int64)
+
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
@@ -92,7 +102,7 @@ class Rollouts:
     @property
     def sequence_of_token(self) -> Ints:
         """Row index of each response token, (tokens,)."""
-        return np.repeat(np.arange(len(self), dtype=np.int64), self.response.lengths)
+        return self.response.row_of_value
 
     @property
     def group_of_sequence(self) -> Ints:
@@ -110,8 +120,7 @@ class Rollouts:
         """The given rows, in the given order; what was set aside stays listed."""
         if len(rows) == len(self) and bool((rows == np.arange(len(self))).all()):
             return self
-        spans = [np.arange(self.response.offsets[r], self.response.offsets[r + 1]) for r in rows]
-        tokens = np.concatenate(spans).astype(np.int64) if spans else np.zeros(0, dtype=np.int64)
+        tokens = self.response.places(rows)
         return replace(
             self,
             sequence_id=self.sequence_id[rows],

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mismatch_probe import __version__
 from mismatch_probe.errors import InputError, OutputError
+from mismatch_probe.stats.types import Floats
 from mismatch_probe.tables import Column
 
 STAGING = ".staging"
@@ -90,6 +92,11 @@ def output_error(path: Path, error: OSError) -> OutputError:
         reason = str(error).splitlines()[0].rsplit("[errno ", 1)[-1].split("] ", 1)[-1]
     path = Path(*(part for part in path.parts if part != STAGING))
     return OutputError(f"{path}: cannot be written ({reason}). Free some space or choose another folder with -o")
+
+
+def nullable(values: Floats) -> pa.Array:
+    """A column of numbers, NaN = null."""
+    return pa.array(values, pa.float64(), mask=np.isnan(values))
 
 
 def _null(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mismatch_probe.assemble import Judgement, StepData, split_is_partial
+from mismatch_probe.columns import with_ends
 from mismatch_probe.run import Bools, Floats, Rollouts
 from mismatch_probe.stats.clipping import sign_skew
 from mismatch_probe.stats.corrections import DEFAULT_TARGET, Bounds
@@ -63,9 +64,7 @@ def update_row(data: StepData, judgement: Judgement, options: UpdateOptions) -> 
     advantage, source = advantages(data.rollouts)
     if source is None:
         return {}, ["gradient, clipping: neither advantages nor rewards are known"]
-    intervals = ClusterIntervals(
-        data.levels.n_groups, judgement.seed, judgement.resamples, judgement.confidence, judgement.intervals
-    )
+    intervals = judgement.over(data.levels.n_groups)
     reasons = []
     if source != "logged":
         reasons.append("gradient, clipping: no advantages are logged, reward minus group mean stands in")
@@ -76,9 +75,7 @@ def update_row(data: StepData, judgement: Judgement, options: UpdateOptions) -> 
         found |= compared.intervals
         values |= compared.values
         reasons += compared.reasons
-    for name, interval in found.items():
-        values |= {name: interval.value, f"{name}_ci_low": interval.low, f"{name}_ci_high": interval.high}
-    return values, reasons
+    return values | with_ends(found), reasons
 
 
 def _gradient(data: StepData, advantage: Floats, intervals: ClusterIntervals, options: UpdateOptions) -> GradientBias:

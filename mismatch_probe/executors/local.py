@@ -12,7 +12,7 @@ from mismatch_probe.scoring.cache import ScoreCache
 from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.networks import Networks
 from mismatch_probe.scoring.parallel import Scorer, check_devices, leading
-from mismatch_probe.scoring.plan import forward_passes
+from mismatch_probe.scoring.plan import forward_tokens
 from mismatch_probe.scoring.score import UnitScorer
 from mismatch_probe.scoring.scores import StepScores, joined
 from mismatch_probe.scoring.units import Unit
@@ -54,7 +54,7 @@ class LocalExecutor:
         file = self._kept.file(unit)
         found = self._kept.get(file)
         if found is not None:
-            self._callbacks.on_tokens(sum(tokens for _, tokens in forward_passes(unit)))
+            self._callbacks.on_tokens(forward_tokens([unit]))
             return found
         if after is not None:
             self._kept.ahead(after.paths)

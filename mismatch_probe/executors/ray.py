@@ -16,7 +16,7 @@ from mismatch_probe.executors.ray_worker import Outcome, Setup
 from mismatch_probe.executors.scheduling import Schedule
 from mismatch_probe.scoring.cache import ScoreCache, code_digest
 from mismatch_probe.scoring.network import ScoringOptions
-from mismatch_probe.scoring.plan import forward_passes
+from mismatch_probe.scoring.plan import forward_tokens
 from mismatch_probe.scoring.scores import StepScores, joined
 from mismatch_probe.scoring.units import Unit
 
@@ -126,7 +126,7 @@ class RayExecutor:
             file = self._kept.file(unit)
             found = self._kept.get(file)
             if found is not None:
-                self._callbacks.on_tokens(sum(tokens for _, tokens in forward_passes(unit)))
+                self._callbacks.on_tokens(forward_tokens([unit]))
                 held.scores[number] = found
                 continue
             self._count += 1

@@ -11,6 +11,7 @@ import time
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,9 +48,7 @@ class ScoreCache:
         self.folder = folder
         self._settings = json.dumps(
             {
-                "code": code_digest(),
-                "libraries": [version(name) for name in ("torch", "transformers")],
-                "device": options.torch_device().type,
+                **environment(options),
                 "dtype": options.dtype,
                 "temperature": options.temperature,
                 "bounds": [options.max_tokens, options.chunk_elements],
@@ -61,8 +60,7 @@ class ScoreCache:
         """File of a unit's scores, whether or not it is there."""
         mark = hashlib.blake2b(self._settings, digest_size=20)
         mark.update(unit.content(fingerprints))
-        name = mark.hexdigest()
-        return self.folder / name[:2] / f"{name}.npz"
+        return entry(self.folder, mark.hexdigest())
 
     def get(self, path: Path) -> StepScores | None:
         """The scores in a file; None where there are none."""
@@ -79,6 +77,20 @@ class ScoreCache:
             OutputError: the folder is full or cannot be written.
         """
         write_arrays(path, _arrays(scores))
+
+
+def environment(options: ScoringOptions) -> dict[str, Any]:
+    """What every number depends on beside its inputs: this program's code, the libraries, the kind of device."""
+    return {
+        "code": code_digest(),
+        "libraries": [version(name) for name in ("torch", "transformers")],
+        "device": options.torch_device().type,
+    }
+
+
+def entry(folder: Path, name: str) -> Path:
+    """File of a cache; many of them in one folder are slow to list."""
+    return folder / name[:2] / f"{name}.npz"
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray] | None:

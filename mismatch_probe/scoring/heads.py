@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_probe.errors import UsageError
+from mismatch_probe.errors import UsageError, in_a_line
 from mismatch_probe.scoring import head
 from mismatch_probe.scoring.head import PairScores, TokenScores
 from mismatch_probe.scoring.network import Network
@@ -105,7 +105,7 @@ def _why_not_equal(network: Network) -> str:
         one, _ = head_triton.score(network, states, ids, 0.8, 1 << 24)
     # A compiler and a driver fail in ways of their own; torch does not need either.
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return in_a_line(error)
     expected = head.compare(*arguments)
     gap = max(
         _gap(one.logprob, expected.stale.logprob),

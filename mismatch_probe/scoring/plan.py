@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +83,7 @@ def units(
     found = []
     for number, (recurs, versions, rows) in enumerate(cut):
         part = rollouts.take(rows)
-        place = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in rows])
+        place = rollouts.response.places(rows)
         found.append(
             Unit(
                 step=step,
@@ -114,6 +114,11 @@ def forward_passes(unit: Unit) -> list[tuple[Path, int]]:
             mine = unit.counted & (unit.version == version)
             passes.append((path, unique_tokens(unit.prompt, unit.response, mine)))
     return passes
+
+
+def forward_tokens(units: Iterable[Unit]) -> int:
+    """Tokens that units send through networks, each once for each set of weights."""
+    return sum(tokens for unit in units for _, tokens in forward_passes(unit))
 
 
 def noise_rows(unit: Unit, shared: Ints) -> Ints:

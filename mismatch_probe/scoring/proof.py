@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mismatch_probe.errors import in_a_line
 from mismatch_probe.run import Ragged
 from mismatch_probe.scoring.attention import NAME, Memory, run_packed, seen_windows
 from mismatch_probe.scoring.packing import packs
@@ -27,7 +28,7 @@ def why_not_packed(model: Any) -> str:
         reason = _try_packing(model)
     # Each architecture fails in its own way when it is asked for what it does not know.
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        reason = in_a_line(error)
     if reason and model.config._attn_implementation != before:
         model.set_attn_implementation(before)
     return reason

@@ -44,6 +44,11 @@ class Sampling:
     scoring: ScoringOptions = field(default_factory=ScoringOptions)
     base: Path | None = None
 
+    @property
+    def dtype(self) -> str:
+        """That of the run: but transformers gives float32 logits at most, and some masks are made for no more."""
+        return "float32" if self.scoring.dtype == "float64" else self.scoring.dtype
+
 
 def sample_fresh(checkpoint: Path, prompts: Ragged, settings: Sampling, n: int, seed: Sequence[int]) -> Rollouts:
     """Draw ``n`` responses to each prompt.
@@ -64,9 +69,9 @@ def sample_fresh(checkpoint: Path, prompts: Ragged, settings: Sampling, n: int, 
         CheckpointError: the checkpoint cannot be loaded, or gives no finite logits.
     """
     scoring = settings.scoring
-    # transformers hands out float32 logits whatever the weights are, and some masks are not made for more.
-    dtype = DTYPES["float32" if scoring.dtype == "float64" else scoring.dtype]
-    model = load_model(checkpoint, scoring.torch_device(), dtype, scoring.trust_remote_code, settings.base)
+    model = load_model(
+        checkpoint, scoring.torch_device(), DTYPES[settings.dtype], scoring.trust_remote_code, settings.base
+    )
     sampler = _Sampler(checkpoint, model, prompts, settings, n, tuple(seed))
     drawn: dict[int, tuple[Ints, Floats]] = {}
     for rows in sampler.batches():

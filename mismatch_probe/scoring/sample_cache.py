@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from mismatch_probe.checkpoints.fingerprint import Fingerprints
 from mismatch_probe.run import Ragged, Rollouts
-from mismatch_probe.scoring.cache import code_digest, read_arrays, write_arrays
+from mismatch_probe.scoring.cache import entry, environment, read_arrays, write_arrays
 from mismatch_probe.scoring.sample import Sampling, rollouts_of, sample_fresh
 
 
@@ -49,9 +48,7 @@ class KeptSamples:
     def _file(self, fingerprint: str, prompts: Ragged, settings: Sampling, n: int, seed: Sequence[int]) -> Path:
         scoring = settings.scoring
         facts: dict[str, Any] = {
-            "code": code_digest(),
-            "libraries": [version(name) for name in ("torch", "transformers")],
-            "device": scoring.torch_device().type,
+            **environment(scoring),
             "scoring": [scoring.dtype, scoring.max_tokens, scoring.chunk_elements],
             "sampling": [settings.temperature, settings.top_p, settings.top_k, settings.longest, settings.eos],
             "draws": [n, list(seed)],
@@ -59,8 +56,7 @@ class KeptSamples:
         }
         mark = hashlib.blake2b(json.dumps(facts).encode(), digest_size=20)
         mark.update(prompts.offsets.tobytes() + prompts.values.tobytes())
-        name = mark.hexdigest()
-        return self._folder / name[:2] / f"{name}.npz"
+        return entry(self._folder, mark.hexdigest())
 
 
 def _arrays(drawn: Rollouts) -> dict[str, np.ndarray]:

@@ -55,7 +55,7 @@ def _batched(
     out: Tensor,
 ) -> None:
     """Every sequence whole, beside others of about its length."""
-    rows = rows_with(response, wanted)
+    rows = np.unique(response.row_of_value[wanted])
     lengths = prompt.lengths[rows] + response.lengths[rows]
     destination = np.cumsum(wanted) - 1
     unique, finished, reported = unique_tokens(prompt, response, wanted), 0, 0
@@ -71,12 +71,6 @@ def _batched(
         done = int(unique * (finished := finished + int(lengths[batch].sum())) / lengths.sum())
         on_tokens(done - reported)
         reported = done
-
-
-def rows_with(response: Ragged, wanted: Bools) -> Ints:
-    """Sequences that hold a wanted token."""
-    row = np.repeat(np.arange(len(response), dtype=np.int64), response.lengths)
-    return np.unique(row[wanted])
 
 
 def _pad(prompt: Ragged, response: Ragged, rows: Ints, width: int) -> Tensor:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from mismatch_probe.run import Bools, Ints, Ragged
 
 
@@ -45,7 +43,7 @@ class Unit:
     @property
     def sequence_of_token(self) -> Ints:
         """Row of each response token, (tokens,)."""
-        return np.repeat(np.arange(len(self.response), dtype=np.int64), self.response.lengths)
+        return self.response.row_of_value
 
     def content(self, fingerprints: Mapping[Path, str]) -> bytes:
         """Digest of everything that the scores depend on but the options: tokens, weights, choices.
