@@ -202,13 +202,18 @@ class Analysis:
         Raises:
             InputError: a part cannot be read.
         """
-        frames = []
-        for step in self.steps["step"]:
-            part = self.folder / "tokens" / f"step={step}" / "part-0.parquet"
-            if part.exists():
-                frame = read_rows(part).select(columns).to_pandas()
-                frames.append(frame.assign(step=int(step)))
-        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=[*columns, "step"])
+        frames = [self.tokens_of(int(step), columns).assign(step=int(step)) for step in self.steps["step"]]
+        filled = [frame for frame in frames if len(frame)]
+        return pd.concat(filled, ignore_index=True) if filled else pd.DataFrame(columns=[*columns, "step"])
+
+    def tokens_of(self, step: int, columns: list[str]) -> pd.DataFrame:
+        """Columns of one step's tokens, in the order of the table; empty where it has none.
+
+        Raises:
+            InputError: its part cannot be read.
+        """
+        part = self.folder / "tokens" / f"step={step}" / "part-0.parquet"
+        return read_rows(part).select(columns).to_pandas() if part.exists() else pd.DataFrame(columns=columns)
 
 
 def open_analysis(run_dir: Path, output: Path | None) -> Analysis:

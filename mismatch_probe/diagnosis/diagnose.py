@@ -1,0 +1,56 @@
+"""All checks in their order, each on what the ones before it left unexplained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import numpy as np
+
+from mismatch_probe.diagnosis import scans
+from mismatch_probe.diagnosis.evidence import Evidence
+from mismatch_probe.diagnosis.finding import Diagnosis, Finding, NotTestable, Result
+
+Check = Callable[[Evidence], Result]
+
+FAMILY_MODULES: tuple[ModuleType, ...] = (scans,)
+"""Modules with PAGES and CHECKS, in the order in which the checks run: what makes numbers meaningless first."""
+
+
+def diagnose(evidence: Evidence, checks: Sequence[Check] | None = None) -> Diagnosis:
+    """Run the checks and rank what they find: by severity, then by the share of the gap explained, then by order.
+
+    Args:
+        evidence: the run.
+        checks: those to run, None for all.
+    """
+    found: list[Finding] = []
+    not_testable: list[NotTestable] = []
+    whole = evidence
+    for check in checks or [check for module in FAMILY_MODULES for check in module.CHECKS]:
+        result = check(evidence)
+        found.extend(result.findings)
+        not_testable.extend(result.not_testable)
+        evidence = result.evidence or evidence
+    ranked = sorted(found, key=lambda finding: (-finding.severity, -round(finding.explains, 2)))
+    return Diagnosis(
+        findings=tuple(ranked),
+        not_testable=_merged(not_testable, found),
+        gap=_known(whole.gap()),
+        left=_known(evidence.gap()),
+    )
+
+
+def _merged(not_testable: list[NotTestable], found: list[Finding]) -> tuple[NotTestable, ...]:
+    """One entry a reason; a code that was found was tested."""
+    codes_of: dict[str, list[str]] = {}
+    reported = {finding.code for finding in found}
+    for entry in not_testable:
+        codes_of.setdefault(entry.because, []).extend(code for code in entry.codes if code not in reported)
+    return tuple(
+        NotTestable(tuple(dict.fromkeys(sorted(codes))), because) for because, codes in codes_of.items() if codes
+    )
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else value

@@ -1,0 +1,171 @@
+"""What the checks look at: the sequences and tokens of a run beside their rescored log-probs, as plain arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from mismatch_probe.diagnosis.finding import Example
+from mismatch_probe.run import Bools, Floats, Ints, Rejected, Settings, Strings
+from mismatch_probe.stats.intervals import ClusterIntervals, group_sums
+from mismatch_probe.stats.intervals import mean as cluster_mean
+
+if TYPE_CHECKING:
+    from mismatch_probe.checkpoints.compare import WeightComparison
+    from mismatch_probe.diagnosis.scan import Candidate, Fit, Scan
+
+CAP = 2.0
+"""|d| is capped here, in nats, where gaps are compared: one token e^20 off must not hide the others."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """One entry a sequence, (n,), over all steps that were read.
+
+    ``group`` and ``prompt`` are numbers: equal where the prompt group (of one step), or the prompt's tokens (of any
+    step), are the same. ``first`` is the place of its first token in ``Tokens``, (n + 1,) with the end of the last.
+    ``row`` is the 1-based line or row in ``file``. ``prompt_ids`` holds the prompts, one array a sequence.
+    """
+
+    step: Ints
+    sequence_id: Strings
+    group: Ints
+    prompt: Ints
+    prompt_ids: tuple[Ints, ...]
+    first: Ints
+    file: Strings
+    row: Ints
+    reward: Floats
+    finish_reason: Strings
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def length(self) -> Ints:
+        """Response tokens, counted or not, (n,)."""
+        return np.diff(self.first)
+
+    @property
+    def prompt_length(self) -> Ints:
+        """Tokens of the prompt, (n,)."""
+        return np.array([len(ids) for ids in self.prompt_ids], dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """One entry a response token, (m,), counted or not, sequence after sequence; nats, NaN = null.
+
+    ``sequence`` is its place in ``Sequences``; ``position`` its place in the response, from 0. ``sampler`` is log mu
+    as logged, ``stale`` log pi_s and ``trainer`` log pi as rescored (or as decompose chose them), ``trainer_logged``
+    the trainer's own. ``entropy`` is that of pi_s. ``claimed`` and ``trainer_version`` are versions,
+    UNKNOWN_VERSION where nobody says. ``kind`` says what a log-prob was that is no plain number: a ``run.LogProbKind``.
+    """
+
+    sequence: Ints
+    position: Ints
+    token_id: Ints
+    counted: Bools
+    sampler: Floats
+    stale: Floats
+    trainer: Floats
+    trainer_logged: Floats
+    entropy: Floats
+    claimed: Ints
+    trainer_version: Ints
+    kind: Ints
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+
+class Weights(Protocol):
+    """The run's checkpoints, for checks that need more of them than the scans give; every call reads files."""
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Those that are there, as in the scan."""
+
+    def heads(self, body: Candidate, heads: Sequence[Candidate], evidence: Evidence, among: Bools) -> Floats:
+        """Log-probs at the tokens ``among`` (m,) with one body and each output head in turn, (heads, n), nats."""
+
+    def compare(self, a: Candidate, b: Candidate) -> WeightComparison:
+        """The two, tensor by tensor and config field by field; where both are one, equal in all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """A run as the checks see it; they give back a copy in which what they explained is taken out.
+
+    ``usable`` (m,) are tokens whose discrepancy is still to be explained: counted, both log-probs known, not yet
+    traced to a fault. ``settings`` are as declared. ``versions`` are those of the trainer's checkpoints that
+    are there. ``scan`` and ``weights`` are None where there are
+    no weights, ``fits`` is how the scans read each step. ``noise_floor`` is the probe's own
+    error, nats rms, NaN unknown. ``temperature`` is the one at which ``stale`` was scored. ``applied`` names what was
+    taken out so far.
+    """
+
+    settings: Settings
+    sequences: Sequences
+    tokens: Tokens
+    usable: Bools
+    versions: tuple[int, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+    notices: tuple[str, ...] = ()
+    noise_floor: float = float("nan")
+    temperature: float = 1.0
+    applied: tuple[str, ...] = ()
+    scan: Scan | None = None
+    fits: tuple[Fit, ...] = ()
+    weights: Weights | None = None
+
+    @property
+    def discrepancy(self) -> Floats:
+        """D = log pi_s - log mu of every token, (m,)."""
+        return self.tokens.stale - self.tokens.sampler
+
+    @property
+    def step_of_token(self) -> Ints:
+        """(m,)."""
+        return self.sequences.step[self.tokens.sequence]
+
+    @property
+    def group_of_token(self) -> Ints:
+        """(m,)."""
+        return self.sequences.group[self.tokens.sequence]
+
+    def gap(self, among: Bools | None = None) -> float:
+        """Mean |D| over usable tokens (of ``among`` too where given), each capped at CAP; NaN where there are none."""
+        chosen = self.usable if among is None else self.usable & among
+        found = np.minimum(np.abs(self.discrepancy[chosen]), CAP)
+        return float(found.mean()) if len(found) else float("nan")
+
+    def mean(self, values: Floats, among: Bools | None = None) -> tuple[float, float, float]:
+        """Mean over usable tokens and the ends of its 95 % interval by prompt groups, NaN where there is one group."""
+        chosen = (self.usable if among is None else self.usable & among) & ~np.isnan(values)
+        if not chosen.any():
+            return float("nan"), float("nan"), float("nan")
+        names, group = np.unique(self.group_of_token[chosen], return_inverse=True)
+        mean = float(values[chosen].mean())
+        if len(names) < 2:
+            return mean, float("nan"), float("nan")
+        sums = group_sums([values[chosen]], group.astype(np.int64), len(names))
+        found = ClusterIntervals(len(names)).interval(sums, cluster_mean)
+        return mean, found.low, found.high
+
+    def without(self, tokens: Bools, why: str) -> Evidence:
+        """The evidence without some tokens (m,): they are explained."""
+        return replace(self, usable=self.usable & ~tokens, applied=(*self.applied, why))
+
+    def example(self, token: int, note: str = "") -> Example:
+        """The place of one token."""
+        sequence = int(self.tokens.sequence[token])
+        return Example(
+            int(self.sequences.step[sequence]),
+            str(self.sequences.sequence_id[sequence]),
+            int(self.tokens.position[token]),
+            note,
+        )

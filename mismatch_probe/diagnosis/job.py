@@ -1,0 +1,92 @@
+"""From a run and its analysis to the diagnosis: gather, scan, check, write ``findings.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mismatch_probe.diagnosis.access import RunWeights
+from mismatch_probe.diagnosis.diagnose import diagnose
+from mismatch_probe.diagnosis.evidence import Evidence
+from mismatch_probe.diagnosis.finding import Diagnosis
+from mismatch_probe.diagnosis.gather import gather
+from mismatch_probe.diagnosis.scan import Candidate
+from mismatch_probe.diagnosis.scanning import find_candidates, scan
+from mismatch_probe.folder import Analysis
+from mismatch_probe.run import UNKNOWN_VERSION, Ints, Run
+from mismatch_probe.scoring.candidates import CandidateScorer
+from mismatch_probe.scoring.network import ScoringOptions
+
+
+def diagnose_run(
+    run: Run,
+    analysis: Analysis | None,
+    scoring: ScoringOptions,
+    seed: int = 0,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> Diagnosis:
+    """Diagnose a run.
+
+    Args:
+        run: the run.
+        analysis: its analysis; None where nothing in it could be compared, which leaves the dump itself.
+        scoring: how the scans score.
+        seed: of their samples.
+        on_tokens: called with the number of tokens after each forward pass.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    return diagnose(collect(run, analysis, scoring, seed, on_tokens))
+
+
+def collect(
+    run: Run,
+    analysis: Analysis | None,
+    scoring: ScoringOptions,
+    seed: int = 0,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> Evidence:
+    """The evidence of a run, scans included; arguments as in ``diagnose_run``."""
+    wanted = None if analysis is None else set(map(int, analysis.steps["step"]))
+    steps = [step for step in run.steps if wanted is None or step.index in wanted]
+    evidence = gather(run, steps, analysis, seed)
+    candidates = find_candidates(run)
+    if not candidates:
+        return evidence
+    scorer = CandidateScorer(replace(scoring, temperature=1.0), run.adapter_base, on_tokens)
+    named = _named(run, evidence, candidates)
+    found = scan(evidence, candidates, named, scorer, seed)
+    return replace(evidence, scan=found, weights=RunWeights(candidates, scorer, run.adapter_base))
+
+
+def _named(run: Run, evidence: Evidence, candidates: list[Candidate]) -> Ints:
+    """For each token the candidate that the run names for it, -1 for none."""
+    number = {candidate.path.resolve(): at for at, candidate in enumerate(candidates)}
+    claimed = evidence.tokens.claimed
+    out = np.full(len(claimed), -1, dtype=np.int64)
+    for version in np.unique(claimed):
+        path: Path | None = None if version == UNKNOWN_VERSION else run.sampler_checkpoint(int(version))
+        if path is not None:
+            out[claimed == version] = number.get(path.resolve(), -1)
+    return out
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """What ``findings.json`` holds; NaN is null."""
+    content = asdict(diagnosis)
+    for finding in content["findings"]:
+        finding["severity"] = finding["severity"].name.lower()
+    return {key: _plain(value) for key, value in content.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
