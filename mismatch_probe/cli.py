@@ -10,6 +10,7 @@ import typer
 
 from mismatch_probe import __version__
 from mismatch_probe.cli_decompose import decompose
+from mismatch_probe.cli_diagnose import diagnose, explain
 from mismatch_probe.cli_options import (
     AnalysisOption,
     DataFormat,
@@ -90,6 +91,10 @@ def inspect(
 
 
 app.command(short_help="Split every token's error into numerics and lag.")(decompose)
+
+
+app.command(short_help="Name the causes, with evidence and remedy.")(diagnose)
+app.command(short_help="The page of a finding's code.")(explain)
 
 
 @app.command(name="ess-report", short_help="ESS with intervals, first breakdown, verdict.")
@@ -193,6 +198,7 @@ def gate(
 ) -> int:
     """Fail (exit 1) when a step is beyond a threshold; 5 when a check could judge no step."""
     from mismatch_probe.config import load_thresholds
+    from mismatch_probe.diagnosis.stored import read_findings
     from mismatch_probe.folder import open_analysis
     from mismatch_probe.gate import Outcome, run_checks
     from mismatch_probe.reporters import gate as reporter
@@ -207,11 +213,13 @@ def gate(
         "max_bias_tv": max_bias_tv,
     }
     thresholds, source = load_thresholds(Path.cwd(), config, given)
-    checks = run_checks(open_analysis(run_dir, output).steps, thresholds)
+    analysis = open_analysis(run_dir, output)
+    checks = run_checks(analysis.steps, thresholds)
+    diagnosis = read_findings(analysis.folder)
     if format is DataFormat.json:
-        sys.stdout.write(reporter.as_json(checks, source) + "\n")
+        sys.stdout.write(reporter.as_json(checks, source, diagnosis) + "\n")
     else:
-        reporter.print_text(checks, source, stdout())
+        reporter.print_text(checks, source, diagnosis, stdout())
     outcomes = {check.outcome for check in checks}
     if Outcome.FAILED in outcomes and not exit_zero:
         return ExitCode.GATE_FAILED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,8 +30,8 @@ from mismatch_probe.resolve import semantic_reasons
 from mismatch_probe.rows import place_table, sequence_rows, token_table
 from mismatch_probe.run import Rejected, Run, Step
 from mismatch_probe.scoring.cache import ScoreCache
-from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.scores import GIVES_NO_NUMBER, StepScores
+from mismatch_probe.scoring_choice import scoring_choice
 from mismatch_probe.selection import StepSelection
 from mismatch_probe.stats.breakdown import DEFAULT_LEVEL, DEFAULT_RATIO, DEFAULT_THRESHOLD, Rule
 from mismatch_probe.stats.constancy import DEFAULT_MARGIN
@@ -137,16 +137,7 @@ class _Job:
         self, run: Run, options: DecomposeOptions, progress: Progress, folder: Path, steps: tuple[Step, ...]
     ) -> None:
         self._run, self._options, self._progress = run, options, progress
-        scoring = ScoringOptions(
-            device=options.device,
-            dtype=options.dtype or run.settings.trainer_dtype,
-            temperature=run.settings.scoring_temperature,
-            trust_remote_code=options.trust_remote_code,
-            attention=options.attention,
-            head=options.head,
-            tensor_parallel=options.tensor_parallel,
-        ).for_device()  # a device that is not there fails before anything is read
-        self._scoring = scoring if options.max_tokens is None else replace(scoring, max_tokens=options.max_tokens)
+        self._scoring = scoring_choice(run, options)
         kept = (options.cache or folder / SCORES) if options.keep_scores else None
         self._cache = None if kept is None else ScoreCache(kept, self._scoring)
         self._judgement = Judgement(
@@ -165,7 +156,7 @@ class _Job:
         self.trends = RunTrends(options.constancy_margin, options.confidence, options.seed)
         self._digests: dict[str, str] = {}
         self._notices: list[str] = []
-        self.engine = engine_session(run, options, scoring, self._say)
+        self.engine = engine_session(run, options, self._scoring, self._say)
         self.step_rows: list[dict[str, Any]] = []
         self.sequences: list[pa.Table] = []
         self.places: list[pa.Table] = []

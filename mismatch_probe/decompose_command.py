@@ -8,11 +8,13 @@ from typing import Any
 
 import pandas as pd
 
+from mismatch_probe.diagnosis.stored import read_findings
 from mismatch_probe.errors import ExitCode, UsageError
 from mismatch_probe.folder import analysis_path, open_analysis
 from mismatch_probe.launched import follows, launched_processes
 from mismatch_probe.noise import WITHIN, noise_steps
 from mismatch_probe.readers import ReadOptions, open_run
+from mismatch_probe.reporters.diagnosis import print_short
 from mismatch_probe.reporters.ess_report import ess_report
 from mismatch_probe.reporters.format import nats
 from mismatch_probe.reporters.terminal import (
@@ -33,6 +35,7 @@ def run_decompose(
     run_format: str | None,
     overrides: tuple[str, ...],
     quiet: bool,
+    diagnose: bool,
     **options: Any,
 ) -> int:
     """Read, decompose, print the table. ``options`` are the fields of DecomposeOptions, ``steps`` as text."""
@@ -47,14 +50,18 @@ def run_decompose(
         text = options[name]
         options[name] = None if text is None else StepSelection(text, f"--{name.replace('_', '-')}")
     from mismatch_probe.decompose import DecomposeOptions, decompose
+    from mismatch_probe.diagnose_command import write_findings
     from mismatch_probe.scoring.network import DTYPES
 
     if options["dtype"] not in (None, *DTYPES):
         raise UsageError(f"--dtype {options['dtype']}: unknown. Use {', '.join(DTYPES)}")
     options["cluster"] = _cluster(options)
     folder = analysis_path(run_dir, output)
+    asked = DecomposeOptions(**options)
     with TerminalProgress(quiet) as progress:
-        decompose(run, folder, DecomposeOptions(**options), progress, overwrite)
+        decompose(run, folder, asked, progress, overwrite)
+        if diagnose:
+            write_findings(run, folder, asked, progress)
     _print_result(run_dir, output)
     if not quiet:
         sys.stderr.write(f"wrote {folder}\n")
@@ -97,6 +104,7 @@ def _print_result(run_dir: Path, output: Path | None) -> None:
     console.print(report.numerics)
     for sentence in report.answers:
         console.print(sentence)
+    print_short(read_findings(analysis.folder), console)
 
 
 def _bias_sentence(steps: pd.DataFrame) -> str:

@@ -42,6 +42,12 @@ def analysis_path(run_dir: Path, output: Path | None) -> Path:
     return output if output is not None else run_dir / DEFAULT_NAME
 
 
+def has_analysis(folder: Path) -> bool:
+    """True where an analysis lies, put back in place if a kill left it aside."""
+    _heal(folder)
+    return (folder / "steps.parquet").is_file()
+
+
 class Staging:
     """Context that collects new tables beside the old ones and puts them in place at the end.
 
@@ -223,9 +229,8 @@ def open_analysis(run_dir: Path, output: Path | None) -> Analysis:
         InputError: there is none, or it cannot be read.
     """
     folder = analysis_path(run_dir, output)
-    _heal(folder)
     steps = folder / "steps.parquet"
-    if not steps.is_file():
+    if not has_analysis(folder):
         where = "" if output is None else f" -o {output}"
         raise InputError(f"{folder}: no analysis here. Run: mismatch-probe decompose {run_dir}{where}")
     try:

@@ -1,11 +1,10 @@
-"""From a run and its analysis to the diagnosis: gather, scan, check, write ``findings.json``."""
+"""From a run and its analysis to the diagnosis: gather, scan, check."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from mismatch_probe.scoring.network import ScoringOptions
 def diagnose_run(
     run: Run,
     analysis: Analysis | None,
-    scoring: ScoringOptions,
+    scoring: ScoringOptions | None,
     seed: int = 0,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Diagnosis:
@@ -34,7 +33,7 @@ def diagnose_run(
     Args:
         run: the run.
         analysis: its analysis; None where nothing in it could be compared, which leaves the dump itself.
-        scoring: how the scans score.
+        scoring: how the scans score; None makes none.
         seed: of their samples.
         on_tokens: called with the number of tokens after each forward pass.
 
@@ -47,7 +46,7 @@ def diagnose_run(
 def collect(
     run: Run,
     analysis: Analysis | None,
-    scoring: ScoringOptions,
+    scoring: ScoringOptions | None,
     seed: int = 0,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Evidence:
@@ -56,7 +55,7 @@ def collect(
     steps = [step for step in run.steps if wanted is None or step.index in wanted]
     evidence = gather(run, steps, analysis, seed)
     candidates = find_candidates(run)
-    if not candidates:
+    if not candidates or scoring is None:
         return evidence
     scorer = CandidateScorer(replace(scoring, temperature=1.0), run.adapter_base, on_tokens)
     named = _named(run, evidence, candidates)
@@ -74,19 +73,3 @@ def _named(run: Run, evidence: Evidence, candidates: list[Candidate]) -> Ints:
         if path is not None:
             out[claimed == version] = number.get(path.resolve(), -1)
     return out
-
-
-def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """What ``findings.json`` holds; NaN is null."""
-    content = asdict(diagnosis)
-    for finding in content["findings"]:
-        finding["severity"] = finding["severity"].name.lower()
-    return {key: _plain(value) for key, value in content.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -92,14 +92,22 @@ class Fit:
     tokens: int
 
 
-def shifted(evidence: Evidence, stale: Floats, shift: int) -> Floats:
-    """D when the log-prob logged at place p belongs to the token at p + shift, at the places of the log, (m,)."""
-    sequence = evidence.tokens.sequence
-    at = np.arange(len(sequence)) + shift
-    inside = (at >= 0) & (at < len(sequence))
-    at = np.clip(at, 0, max(0, len(sequence) - 1))
-    same = inside & (sequence[at] == sequence)
-    return np.where(same, stale[at], np.nan) - evidence.tokens.sampler
+def shifted(sequence: Ints, sampler: Floats, stale: Floats, shift: int) -> Floats:
+    """D when the log-prob logged at place p belongs to the token at p + shift, at the places of the log, (m,).
+
+    Args:
+        sequence: of each token; a shift never leaves its sequence, (m,).
+        sampler: as logged, (m,).
+        stale: as rescored, (m,).
+        shift: in tokens.
+    """
+    if not shift:
+        return stale - sampler
+    out = np.full(len(stale), np.nan)
+    log, token = (slice(None, -shift), slice(shift, None)) if shift > 0 else (slice(-shift, None), slice(None, shift))
+    same = sequence[log] == sequence[token]
+    out[log][same] = stale[token][same] - sampler[log][same]
+    return out
 
 
 def unshifted(evidence: Evidence, shift: int, among: Bools) -> Floats:
@@ -112,15 +120,48 @@ def unshifted(evidence: Evidence, shift: int, among: Bools) -> Floats:
     return np.where(among, moved, evidence.tokens.sampler)
 
 
-def differences(evidence: Evidence, scan: Scan, choice: Choice) -> Floats:
-    """D of every token of the scan under one reading, (m,), NaN elsewhere."""
-    total = len(evidence.tokens)
-    if choice.candidate is None:
-        stale = scan.spread_claimed(total, choice.temperature)
-    else:
-        stale = scan.spread(total, choice.candidate, choice.temperature)
-    # A masked token's log-prob says nothing, and a place that a shift brings in from outside is not counted either.
-    return np.where(evidence.usable, shifted(evidence, stale, choice.shift), np.nan)
+class _StepReadings:
+    """D of one step's tokens, or of those ``among``, under any reading, (n,); NaN where it is not known.
+
+    Tokens lie sequence after sequence, so those of a step are one run of places.
+    """
+
+    def __init__(self, evidence: Evidence, scan: Scan, step: int, among: Bools | None) -> None:
+        mine = np.flatnonzero(evidence.step_of_token == step)
+        self._at = slice(int(mine[0]), int(mine[-1]) + 1) if len(mine) else slice(0, 0)
+        self._scan, self._size = scan, len(mine)
+        self._sequence = evidence.tokens.sequence[self._at]
+        self._sampler = evidence.tokens.sampler[self._at]
+        wanted = evidence.usable if among is None else evidence.usable & among
+        # A masked token's log-prob says nothing, and a place that a shift brings in from outside is not counted either.
+        self._wanted = wanted[self._at]
+        self.group = evidence.group_of_token[self._at]
+        low, high = np.searchsorted(scan.tokens, (self._at.start, self._at.stop))
+        self._inside = slice(int(low), int(high))
+        self._place = scan.tokens[self._inside] - self._at.start
+        self.claimed = scan.claimed[self._inside]
+
+    def choices(self) -> Iterator[Choice]:
+        """Readings to try; a candidate that is the claimed one at every token is that reading already."""
+        named = np.unique(self.claimed)
+        everywhere = int(named[0]) if len(named) == 1 else None
+        tried = np.flatnonzero(~np.isnan(self._scan.logprob[:, 0, self._inside]).all(axis=1))
+        for temperature, shift in product(range(len(self._scan.temperatures)), SHIFTS):
+            yield Choice(None, temperature, shift)
+            yield from (Choice(int(c), temperature, shift) for c in tried if c != everywhere)
+
+    def capped(self, choice: Choice) -> Floats:
+        """|D|, at most CAP each."""
+        logprob = self._scan.logprob[:, choice.temperature, self._inside]
+        if choice.candidate is None:
+            own = logprob[self.claimed, np.arange(len(self.claimed))]
+            found = np.where(self.claimed >= 0, own, np.nan)
+        else:
+            found = logprob[choice.candidate]
+        stale = np.full(self._size, np.nan)
+        stale[self._place] = found
+        difference = shifted(self._sequence, self._sampler, stale, choice.shift)
+        return np.where(self._wanted, np.minimum(np.abs(difference), CAP), np.nan)
 
 
 def fit_step(evidence: Evidence, scan: Scan, step: int, among: Bools | None = None) -> Fit | None:
@@ -129,13 +170,8 @@ def fit_step(evidence: Evidence, scan: Scan, step: int, among: Bools | None = No
     Every combination of version, temperature and shift is tried. One with more changes is taken only where it leaves
     at most BETTER of the gap that the best one with fewer changes leaves, by LEAST nats, and beyond sampling error.
     """
-    mine = evidence.step_of_token == step
-    if among is not None:
-        mine = mine & among
-    absolute: dict[Choice, Floats] = {}
-    for choice in _choices(evidence, scan, mine):
-        absolute[choice] = np.minimum(np.abs(differences(evidence, scan, choice)[mine]), CAP)
-    group = evidence.group_of_token[mine]
+    readings = _StepReadings(evidence, scan, step, among)
+    absolute = {choice: readings.capped(choice) for choice in readings.choices()}
     gaps = {choice: _mean(found) for choice, found in absolute.items()}
     gaps = {choice: gap for choice, gap in gaps.items() if not np.isnan(gap)}
     claimed = Choice(None, scan.declared, 0)
@@ -147,7 +183,7 @@ def fit_step(evidence: Evidence, scan: Scan, step: int, among: Bools | None = No
         for rival in sorted((c for c in gaps if c.changes(scan.declared) == changes), key=lambda c: gaps[c]):
             # Only the best of its kind matters: it is the one to beat what is simpler.
             if gaps[rival] <= BETTER * gaps[best] and gaps[best] - gaps[rival] >= LEAST:
-                found = _difference(absolute[best], absolute[rival], group)
+                found = _difference(absolute[best], absolute[rival], readings.group)
                 if not found[0] <= 0:
                     best, ends = rival, found
             break
@@ -161,18 +197,6 @@ def fit_step(evidence: Evidence, scan: Scan, step: int, among: Bools | None = No
     compared = int((~np.isnan(absolute[best])).sum())
     before = gaps.get(claimed, float("nan"))
     return Fit(step, best, before, gaps[best], *ends, min(others, default=float("nan")), compared)
-
-
-def _choices(evidence: Evidence, scan: Scan, mine: Bools) -> Iterator[Choice]:
-    """Readings to try; a candidate that is the claimed one at every token is that reading already."""
-    inside = mine[scan.tokens]
-    named = np.unique(scan.claimed[inside])
-    everywhere = int(named[0]) if len(named) == 1 else None
-    for temperature, shift in product(range(len(scan.temperatures)), SHIFTS):
-        yield Choice(None, temperature, shift)
-        for candidate in range(len(scan.candidates)):
-            if candidate != everywhere:
-                yield Choice(candidate, temperature, shift)
 
 
 def _mean(values: Floats) -> float:

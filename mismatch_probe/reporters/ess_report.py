@@ -12,10 +12,13 @@ from rich.console import Console
 from rich.text import Text
 
 from mismatch_probe.approximate import approximate
+from mismatch_probe.diagnosis.finding import Diagnosis
+from mismatch_probe.diagnosis.stored import read_findings
 from mismatch_probe.folder import Analysis
 from mismatch_probe.noise import WITHIN, floor_sentence, floor_tops, noise_steps
 from mismatch_probe.reporters.beside import beside_sentences
 from mismatch_probe.reporters.change_points import SeriesChange, series_changes
+from mismatch_probe.reporters.diagnosis import headline, print_short, short_list
 from mismatch_probe.reporters.format import to_json, with_interval
 from mismatch_probe.reporters.terminal import STATUS_STYLE, approximation_note, plain_table, step_label
 from mismatch_probe.stats.breakdown import LEVELS, RATIOS, Breakdown, Rule, StepEss, find_breakdown, verdict
@@ -47,6 +50,7 @@ class EssReport:
     note: str = ""
     floor: str = ""
     beside: tuple[str, ...] = ()
+    diagnosis: Diagnosis | None = None
 
     @property
     def numerics(self) -> str:
@@ -111,7 +115,8 @@ def ess_report(analysis: Analysis, rule: Rule, false_alarm_rate: float = DEFAULT
     trends = _trends(analysis, exact)
     floor = floor_sentence(steps)
     beside = tuple(beside_sentences(analysis, exact))
-    return EssReport(analysis.name, rule, *how, ess, discrepancy, changes, trends, mass, note, floor, beside)
+    found = read_findings(analysis.folder)
+    return EssReport(analysis.name, rule, *how, ess, discrepancy, changes, trends, mass, note, floor, beside, found)
 
 
 def _trends(analysis: Analysis, exact: pd.DataFrame) -> list[dict[str, Any]]:
@@ -145,12 +150,17 @@ def print_text(report: EssReport, console: Console) -> None:
     console.print(Text(report.verdict, style="bold"))
     for sentence in (report.numerics, *report.answers):
         console.print(Text(sentence))
+    print_short(report.diagnosis, console)
 
 
 def to_markdown(report: EssReport) -> str:
     """The same as Markdown."""
     lines = [f"### ESS of {report.run}", "", report.verdict, "", report.numerics, ""]
     lines += [*(f"- {answer}" for answer in report.answers), ""]
+    if report.diagnosis is not None:
+        told = short_list(report.diagnosis) or []
+        lines += [headline(report.diagnosis), ""]
+        lines += [*(f"- **{one['code']} {one['severity']}:** {one['summary']}" for one in told), ""]
     for ratio in RATIOS:
         status = ["status"] if ratio == report.rule.ratio else []
         heads = ["step", *(f"{level} ESS" for level in LEVELS), *status]
@@ -187,6 +197,7 @@ def as_json(report: EssReport) -> str:
             "numerics": report.numerics,
             "noise_floor": report.floor,
             "beside": list(report.beside),
+            "findings": short_list(report.diagnosis),
             "changes": [asdict(change) for change in report.changes],
             "trends": report.trends,
             "steps": steps,

@@ -244,7 +244,7 @@ def rescore(model: LlamaForCausalLM, row: dict[str, Any], transform: Transform =
 
 def find(path: Path, *options: str) -> Diagnosis:
     """Decompose a run by the command line, as far as that goes, and diagnose it."""
-    code = main(["decompose", str(path), "-q", "--no-gradient", "--overwrite", *options])
+    code = main(["decompose", str(path), "-q", "--no-gradient", "--no-diagnose", "--overwrite", *options])
     run = open_run(path, ReadOptions(), None)
     analysis: Analysis | None = open_analysis(path, None) if code == 0 else None
     return diagnose_run(run, analysis, ScoringOptions(device="cpu", dtype="float64"))
