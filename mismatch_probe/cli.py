@@ -28,6 +28,7 @@ from mismatch_probe.cli_options import (
     StrictOption,
     ThresholdOption,
 )
+from mismatch_probe.cli_tokens import tokens
 from mismatch_probe.errors import ExitCode
 
 app = typer.Typer(
@@ -95,6 +96,7 @@ app.command(short_help="Split every token's error into numerics and lag.")(decom
 
 app.command(short_help="Name the causes, with evidence and remedy.")(diagnose)
 app.command(short_help="The page of a finding's code.")(explain)
+app.command(short_help="The worst sequences of a step, token by token.")(tokens)
 
 
 @app.command(name="ess-report", short_help="ESS with intervals, first breakdown, verdict.")

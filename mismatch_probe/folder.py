@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import pandas as pd
+import pyarrow.compute as pc
 
 from mismatch_probe.errors import InputError, UsageError
 from mismatch_probe.table_io import STAGING, output_error, read_rows
@@ -220,6 +221,17 @@ class Analysis:
         """
         part = self.folder / "tokens" / f"step={step}" / "part-0.parquet"
         return read_rows(part).select(columns).to_pandas() if part.exists() else pd.DataFrame(columns=columns)
+
+    def sequences_of(self, step: int) -> dict[str, dict[str, Any]]:
+        """Facts about each sequence of a step by its name: tokens, version, reward, finish reason; None = null.
+
+        Raises:
+            InputError: the table cannot be read.
+        """
+        names = {"tokens": "tokens", "sampler_version_min": "version", "reward": "reward", "finish_reason": "finish"}
+        table = read_rows(self.folder / "sequences.parquet")
+        rows = table.filter(pc.equal(table["step"], step)).to_pylist()
+        return {str(row["sequence_id"]): {shown: row[name] for name, shown in names.items()} for row in rows}
 
 
 def open_analysis(run_dir: Path, output: Path | None) -> Analysis:

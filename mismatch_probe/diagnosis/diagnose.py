@@ -38,6 +38,7 @@ def diagnose(evidence: Evidence, checks: Sequence[Check] | None = None) -> Diagn
         not_testable=_merged(not_testable, found),
         gap=_known(whole.gap()),
         left=_known(evidence.gap()),
+        notes=whole.unread,
     )
 
 

@@ -105,7 +105,7 @@ class Evidence:
     are there. ``scan`` and ``weights`` are None where there are
     no weights, ``fits`` is how the scans read each step. ``noise_floor`` is the probe's own
     error, nats rms, NaN unknown. ``temperature`` is the one at which ``stale`` was scored. ``applied`` names what was
-    taken out so far.
+    taken out so far, ``unread`` the checkpoints that the scans could not read.
     """
 
     settings: Settings
@@ -121,6 +121,7 @@ class Evidence:
     scan: Scan | None = None
     fits: tuple[Fit, ...] = ()
     weights: Weights | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def discrepancy(self) -> Floats:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mismatch_probe.checkpoints.describe import describe
 from mismatch_probe.diagnosis.access import RunWeights
 from mismatch_probe.diagnosis.diagnose import diagnose
 from mismatch_probe.diagnosis.evidence import Evidence
@@ -15,8 +16,9 @@ from mismatch_probe.diagnosis.finding import Diagnosis
 from mismatch_probe.diagnosis.gather import gather
 from mismatch_probe.diagnosis.scan import Candidate
 from mismatch_probe.diagnosis.scanning import find_candidates, scan
+from mismatch_probe.errors import CheckpointError
 from mismatch_probe.folder import Analysis
-from mismatch_probe.run import UNKNOWN_VERSION, Ints, Run
+from mismatch_probe.run import UNKNOWN_VERSION, Bools, Ints, Run
 from mismatch_probe.scoring.candidates import CandidateScorer
 from mismatch_probe.scoring.network import ScoringOptions
 
@@ -58,9 +60,39 @@ def collect(
     if not candidates or scoring is None:
         return evidence
     scorer = CandidateScorer(replace(scoring, temperature=1.0), run.adapter_base, on_tokens)
+    candidates, fits, notes = fitting(evidence, candidates, run.adapter_base)
     named = _named(run, evidence, candidates)
-    found = scan(evidence, candidates, named, scorer, seed)
-    return replace(evidence, scan=found, weights=RunWeights(candidates, scorer, run.adapter_base))
+    found = scan(evidence, candidates, named, fits, scorer, seed)
+    weights = RunWeights(candidates, scorer, run.adapter_base)
+    unread = (*notes, *(() if found is None else found.unread))
+    return replace(evidence, scan=found, weights=weights, unread=unread)
+
+
+def fitting(
+    evidence: Evidence, candidates: list[Candidate], base: Path | None
+) -> tuple[list[Candidate], Bools, list[str]]:
+    """The candidates that can be read, the sequences that all of them can take (n,), and what could not be read."""
+    readable: list[Candidate] = []
+    notes: list[str] = []
+    sequences = evidence.sequences
+    rows = len(sequences)
+    highest, lowest = np.full(rows, -1), np.zeros(rows, dtype=np.int64)
+    for row in range(rows):
+        ids = np.concatenate(
+            [sequences.prompt_ids[row], evidence.tokens.token_id[sequences.first[row] : sequences.first[row + 1]]]
+        )
+        highest[row], lowest[row] = (ids.max(), ids.min()) if len(ids) else (-1, -1)
+    fits = lowest >= 0
+    for candidate in candidates:
+        try:
+            found = describe(candidate.path, base)
+        except CheckpointError as error:
+            notes.append(f"not tried in the scans: {error}")
+            continue
+        readable.append(candidate)
+        fits &= highest < (found.vocab_size or highest.max(initial=0) + 1)
+        fits &= sequences.prompt_length + sequences.length <= (found.max_positions or np.iinfo(np.int64).max)
+    return readable, fits, notes
 
 
 def _named(run: Run, evidence: Evidence, candidates: list[Candidate]) -> Ints:

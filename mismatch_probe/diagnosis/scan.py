@@ -35,7 +35,8 @@ class Scan:
 
     ``tokens`` (n,) are places in ``Evidence.tokens``, ascending, whole sequences. ``logprob`` and ``entropy`` are
     (K, T, n), NaN where a candidate was not tried. ``claimed`` (n,) is the candidate that the run names for a token, -1
-    for none. ``declared`` is the place of the declared temperature in ``temperatures``.
+    for none. ``declared`` is the place of the declared temperature in ``temperatures``. ``unread`` says which
+    candidates could not be loaded.
     """
 
     candidates: tuple[Candidate, ...]
@@ -45,6 +46,7 @@ class Scan:
     logprob: Floats
     entropy: Floats
     claimed: Ints
+    unread: tuple[str, ...] = ()
 
     def spread(self, total: int, candidate: int, temperature: int) -> Floats:
         """One candidate's log-probs at their places among ``total`` tokens, NaN elsewhere, (total,)."""

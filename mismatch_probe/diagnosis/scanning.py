@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,7 @@ import numpy as np
 
 from mismatch_probe.diagnosis.evidence import CAP, Evidence
 from mismatch_probe.diagnosis.scan import Candidate, Scan
+from mismatch_probe.errors import CheckpointError
 from mismatch_probe.run import Bools, CheckpointPattern, Floats, Ints, Ragged, Run
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5)
@@ -86,17 +88,20 @@ def _beside(pattern: CheckpointPattern) -> list[tuple[str, Path]]:
     return [(name, folder / name) for name in EXTRA_NAMES if (folder / name / "config.json").is_file()]
 
 
-def scan(evidence: Evidence, candidates: list[Candidate], named: Ints, scorer: Scorer, seed: int = 0) -> Scan | None:
+def scan(
+    evidence: Evidence, candidates: list[Candidate], named: Ints, fits: Bools, scorer: Scorer, seed: int = 0
+) -> Scan | None:
     """Score a sample of every step under the candidates; None where there is nothing to scan.
 
     Args:
         evidence: the run.
         candidates: what the sampler may have held.
         named: for each token the candidate that the run names, -1 for none, (m,).
+        fits: sequences that every candidate can take: known ids, inside its vocabulary and positions, (n,).
         scorer: gives the log-probs.
         seed: of the sample.
     """
-    worth = evidence.tokens.counted & ~np.isnan(evidence.tokens.sampler)
+    worth = evidence.tokens.counted & ~np.isnan(evidence.tokens.sampler) & fits[evidence.tokens.sequence]
     steps = np.unique(evidence.step_of_token[worth])
     if not candidates or not len(steps):
         return None
@@ -106,26 +111,33 @@ def scan(evidence: Evidence, candidates: list[Candidate], named: Ints, scorer: S
     chosen = {int(step): set(range(len(candidates))) for step in steps}
     if len(candidates) > _FEW:
         coarse = _sample(evidence, worth, budget.coarse, seed)
-        found = [_score(evidence, coarse, worth, candidate, (declared,), scorer) for candidate in candidates]
+        found = [_coarsely(evidence, coarse, worth, candidate, declared, scorer) for candidate in candidates]
         chosen = {int(step): _promising(evidence, found, named, int(step)) for step in steps}
     fine = _sample(evidence, worth, budget.fine, seed)
     tokens = np.flatnonzero(fine & worth)
     shape = (len(candidates), len(grid), len(tokens))
     logprob, entropy = np.full(shape, np.nan), np.full(shape, np.nan)
+    unread: list[str] = []
     for number, candidate in enumerate(candidates):
         mine = np.isin(evidence.step_of_token, [step for step, tried in chosen.items() if number in tried])
         if (fine & worth & mine).any():
             at = mine[tokens]
-            scores = _scores(evidence, fine & mine, worth, candidate, grid, scorer)
+            try:
+                scores = _scores(evidence, fine & mine, worth, candidate, grid, scorer)
+            except CheckpointError as error:
+                unread.append(f"not tried in the scans: {error}")
+                continue
             logprob[number][:, at], entropy[number][:, at] = scores.logprob, scores.entropy
-    return Scan(tuple(candidates), grid, grid.index(declared), tokens, logprob, entropy, named[tokens])
+    declared_at = grid.index(declared)
+    return Scan(tuple(candidates), grid, declared_at, tokens, logprob, entropy, named[tokens], tuple(unread))
 
 
 def _promising(evidence: Evidence, found: list[Floats], named: Ints, step: int) -> set[int]:
     """Candidates worth a closer look at one step: the best of all its tokens, of single sequences, and the named."""
     mine = evidence.step_of_token == step
     gaps = np.array([np.minimum(np.abs(one - evidence.tokens.sampler), CAP)[mine] for one in found])  # (K, n)
-    known = ~np.isnan(gaps[0])
+    known = ~np.isnan(gaps).all(axis=0)
+    gaps[np.isnan(gaps).all(axis=1)] = CAP  # it could not be loaded
     order = np.argsort(gaps[:, known].mean(axis=1), kind="stable")
     sequence = evidence.tokens.sequence[mine][known]
     _, number = np.unique(sequence, return_inverse=True)
@@ -155,12 +167,13 @@ def _sample(evidence: Evidence, worth: Bools, most: int, seed: int) -> Bools:
     return kept[evidence.tokens.sequence]
 
 
-def _score(
-    evidence: Evidence, chosen: Bools, worth: Bools, candidate: Candidate, grid: Sequence[float], scorer: Scorer
+def _coarsely(
+    evidence: Evidence, chosen: Bools, worth: Bools, candidate: Candidate, temperature: float, scorer: Scorer
 ) -> Floats:
-    """Log-probs at the first temperature at their places, NaN elsewhere, (m,)."""
+    """Log-probs at their places, NaN elsewhere and everywhere where the candidate cannot be loaded, (m,)."""
     out = np.full(len(evidence.tokens), np.nan)
-    out[chosen & worth] = _scores(evidence, chosen, worth, candidate, grid, scorer).logprob[0]
+    with suppress(CheckpointError):  # tried again in the fine pass only where the run names it, and told there
+        out[chosen & worth] = _scores(evidence, chosen, worth, candidate, (temperature,), scorer).logprob[0]
     return out
 
 
