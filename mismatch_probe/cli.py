@@ -28,6 +28,7 @@ from mismatch_probe.cli_options import (
     StrictOption,
     ThresholdOption,
 )
+from mismatch_probe.cli_prescribe import prescribe
 from mismatch_probe.cli_tokens import tokens
 from mismatch_probe.errors import ExitCode
 
@@ -96,6 +97,7 @@ app.command(short_help="Split every token's error into numerics and lag.")(decom
 
 app.command(short_help="Name the causes, with evidence and remedy.")(diagnose)
 app.command(short_help="The page of a finding's code.")(explain)
+app.command(short_help="Which correction, when to resync, and why.")(prescribe)
 app.command(short_help="The worst sequences of a step, token by token.")(tokens)
 
 
