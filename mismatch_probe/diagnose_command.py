@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from mismatch_probe.diagnosis.catalogue import page, pages
 from mismatch_probe.diagnosis.finding import Diagnosis, Severity
 from mismatch_probe.diagnosis.stored import FILE, as_text
-from mismatch_probe.errors import ExitCode, NothingToJudgeError, UsageError
-from mismatch_probe.folder import Analysis, analysis_path, has_analysis, open_analysis, write_bytes
+from mismatch_probe.errors import ExitCode, MismatchProbeError, NothingToJudgeError, UsageError
+from mismatch_probe.folder import SCORES, Analysis, analysis_path, has_analysis, open_analysis, write_bytes
 from mismatch_probe.readers import ReadOptions, open_run
 from mismatch_probe.reporters import diagnosis as reporter
 from mismatch_probe.reporters.terminal import TerminalProgress, stdout
@@ -40,7 +40,7 @@ def run_diagnose(
 ) -> int:
     """Diagnose a run; one that was never decomposed is decomposed first."""
     from mismatch_probe.decompose import DecomposeOptions, decompose
-    from mismatch_probe.diagnosis.job import diagnose_run
+    from mismatch_probe.diagnosis.job import Scanning, diagnose_run
     from mismatch_probe.scoring_choice import scoring_choice
 
     check_codes([*select, *ignore])
@@ -65,7 +65,9 @@ def run_diagnose(
             options = replace(options, dtype=dtype or analysis.record["scoring"]["dtype"])
         except NothingToJudgeError as error:
             progress.notice(f"{error}. What follows rests on the files alone")
-        found = diagnose_run(run, analysis, scoring_choice(run, options), options.seed, progress.tokens)
+        kept = folder / SCORES if analysis is not None else None
+        scanning = Scanning(scoring_choice(run, options), kept, progress.tokens, progress.notice)
+        found = diagnose_run(run, analysis, scanning, options.seed)
     if analysis is not None:
         write_bytes(folder / FILE, as_text(found).encode())
     shown = chosen(found, select, ignore)
@@ -80,16 +82,21 @@ def run_diagnose(
 
 def write_findings(run: Run, folder: Path, options: DecomposeOptions, progress: TerminalProgress) -> None:
     """Diagnose what was just decomposed into ``folder``, and keep the findings there."""
-    from mismatch_probe.diagnosis.job import diagnose_run
+    from mismatch_probe.diagnosis.job import Scanning, diagnose_run
     from mismatch_probe.scoring_choice import scoring_choice
 
     # Scans run in this process: where scoring needed more than that, it could not hold the models.
     alone = options.cluster is None and options.tensor_parallel == 1
     if not alone:
         progress.notice("causes are looked for without scans, which run in one process: see mismatch-probe diagnose")
-    found = diagnose_run(
-        run, open_analysis(run.path, folder), scoring_choice(run, options) if alone else None, options.seed
-    )
+    kept = (options.cache or folder / SCORES) if options.keep_scores else None
+    scanning = Scanning(scoring_choice(run, options), kept, progress.tokens, progress.notice) if alone else None
+    try:
+        found = diagnose_run(run, open_analysis(run.path, folder), scanning, options.seed)
+    except MismatchProbeError as error:
+        # The analysis is whole without it.
+        progress.notice(f"causes could not be looked for: {error}")
+        return
     write_bytes(folder / FILE, as_text(found).encode())
 
 

@@ -23,7 +23,8 @@ def tokens(run: Planted, step: int) -> pd.DataFrame:
 
 
 def decompose(run: Planted, *options: str) -> int:
-    return main(["decompose", str(run.path), "-q", *options])
+    """The decomposition alone: looking for causes has tests of its own."""
+    return main(["decompose", str(run.path), "-q", "--no-diagnose", *options])
 
 
 def rewrite(run: Planted, step: int) -> None:

@@ -50,6 +50,32 @@ def test_a_second_run_scores_nothing_and_gives_the_same_bytes(run: Planted, load
     assert loaded == [] and tables(run.path / "b") == first and not (run.path / "b" / "scores").exists()
 
 
+def test_a_second_run_scans_nothing_and_gives_the_same_findings(run: Planted, loaded: list[str]) -> None:
+    assert main(["decompose", str(run.path), "-q"]) == 0
+    findings = (run.path / "mismatch_probe" / "findings.json").read_bytes()
+    loaded.clear()
+    assert main(["decompose", str(run.path), "-q", "--overwrite"]) == 0
+    assert main(["diagnose", str(run.path), "-q"]) == 0
+    assert loaded == []
+    assert (run.path / "mismatch_probe" / "findings.json").read_bytes() == findings
+    assert main(["decompose", str(run.path), "-q", "--overwrite", "--no-cache"]) == 0
+    assert (run.path / "mismatch_probe" / "findings.json").read_bytes() == findings
+
+
+def test_a_scan_that_runs_out_of_memory_makes_smaller_passes(run: Planted, monkeypatch, capsys) -> None:
+    assert decompose(run) == 0
+    packed = Network.packed
+
+    def small(self: Network, pack, memory) -> torch.Tensor:
+        if len(pack.ids) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return packed(self, pack, memory)
+
+    monkeypatch.setattr(Network, "packed", small)
+    assert main(["diagnose", str(run.path), "--max-tokens", "64"]) == 0
+    assert "out of memory; passes of 16 tokens" in capsys.readouterr().err
+
+
 def test_no_cache_keeps_nothing_and_finds_nothing(run: Planted, loaded: list[str]) -> None:
     assert decompose(run, "--no-cache") == 0
     assert not (run.path / "mismatch_probe" / "scores").exists()
@@ -196,7 +222,7 @@ def test_half_memory_halves_the_passes(run: Planted, monkeypatch: pytest.MonkeyP
         return packed(self, pack, memory)
 
     monkeypatch.setattr(Network, "packed", small)
-    assert main(["decompose", str(run.path), "--no-cache", "--max-tokens", "64"]) == 0
+    assert main(["decompose", str(run.path), "--no-cache", "--no-diagnose", "--max-tokens", "64"]) == 0
     assert capsys.readouterr().err.count("out of memory; passes of 16 tokens from here on") == 1
     monkeypatch.undo()
     halved = tables(run.path / "mismatch_probe")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -11,8 +12,16 @@ from mismatch_probe.checkpoints.compare import WeightComparison, compare_checkpo
 from mismatch_probe.diagnosis.evidence import Evidence
 from mismatch_probe.diagnosis.scan import Candidate
 from mismatch_probe.diagnosis.scanning import as_sequences
-from mismatch_probe.run import Bools, Floats
-from mismatch_probe.scoring.candidates import CandidateScorer
+from mismatch_probe.run import Bools, Floats, Ragged
+
+
+class HeadScorer(Protocol):
+    """What runs one body under several heads: ``CandidateScorer``, or one that keeps what it scored."""
+
+    def heads(
+        self, body: Path, heads: Sequence[Path], prompt: Ragged, response: Ragged, wanted: Bools, temperature: float
+    ) -> Floats:
+        """Log-probs at the wanted tokens, (heads, n), nats."""
 
 
 class RunWeights:
@@ -20,11 +29,11 @@ class RunWeights:
 
     Args:
         candidates: its checkpoints.
-        scorer: runs them.
+        scorer: runs their bodies under one another's heads.
         base: the model below checkpoints that are adapters.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], scorer: CandidateScorer, base: Path | None) -> None:
+    def __init__(self, candidates: Sequence[Candidate], scorer: HeadScorer, base: Path | None) -> None:
         self._candidates, self._scorer, self._base = tuple(candidates), scorer, base
         self._compared: dict[tuple[Path, Path], WeightComparison] = {}
 

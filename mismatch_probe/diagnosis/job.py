@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,47 +19,60 @@ from mismatch_probe.diagnosis.scanning import find_candidates, scan
 from mismatch_probe.errors import CheckpointError
 from mismatch_probe.folder import Analysis
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Ints, Run
+from mismatch_probe.scoring.candidate_cache import KeptCandidates
 from mismatch_probe.scoring.candidates import CandidateScorer
 from mismatch_probe.scoring.network import ScoringOptions
 
 
-def diagnose_run(
-    run: Run,
-    analysis: Analysis | None,
-    scoring: ScoringOptions | None,
-    seed: int = 0,
-    on_tokens: Callable[[int], None] = lambda _: None,
-) -> Diagnosis:
+@dataclass(frozen=True)
+class Scanning:
+    """How the scans score: with ``options``, keeping scores in ``kept`` (None: nowhere), and whom they tell what."""
+
+    options: ScoringOptions
+    kept: Path | None = None
+    on_tokens: Callable[[int], None] = lambda _: None
+    on_notice: Callable[[str], None] = lambda _: None
+
+
+def diagnose_run(run: Run, analysis: Analysis | None, scanning: Scanning | None, seed: int = 0) -> Diagnosis:
     """Diagnose a run.
 
     Args:
         run: the run.
         analysis: its analysis; None where nothing in it could be compared, which leaves the dump itself.
-        scoring: how the scans score; None makes none.
+        scanning: how the scans score; None makes none.
         seed: of their samples.
-        on_tokens: called with the number of tokens after each forward pass.
 
     Raises:
         InputError: a file cannot be read.
+        OutputError: what the scans scored cannot be kept.
+        UsageError: the device's memory does not hold the smallest pass.
     """
-    return diagnose(collect(run, analysis, scoring, seed, on_tokens))
+    scorer = None if scanning is None else scorer_of(run, scanning)
+    try:
+        return diagnose(collect(run, analysis, scorer, seed))
+    finally:
+        if isinstance(scorer, KeptCandidates):
+            scorer.close()
+
+
+def scorer_of(run: Run, scanning: Scanning) -> CandidateScorer | KeptCandidates:
+    """What scores the run's candidates."""
+    options = replace(scanning.options, temperature=1.0)
+    scorer = CandidateScorer(options, run.adapter_base, scanning.on_tokens, scanning.on_notice)
+    return scorer if scanning.kept is None else KeptCandidates(scorer, scanning.kept, run.adapter_base)
 
 
 def collect(
-    run: Run,
-    analysis: Analysis | None,
-    scoring: ScoringOptions | None,
-    seed: int = 0,
-    on_tokens: Callable[[int], None] = lambda _: None,
+    run: Run, analysis: Analysis | None, scorer: CandidateScorer | KeptCandidates | None, seed: int = 0
 ) -> Evidence:
-    """The evidence of a run, scans included; arguments as in ``diagnose_run``."""
+    """The evidence of a run, scans included where there is a scorer; arguments as in ``diagnose_run``."""
     wanted = None if analysis is None else set(map(int, analysis.steps["step"]))
     steps = [step for step in run.steps if wanted is None or step.index in wanted]
     evidence = gather(run, steps, analysis, seed)
     candidates = find_candidates(run)
-    if not candidates or scoring is None:
+    if not candidates or scorer is None:
         return evidence
-    scorer = CandidateScorer(replace(scoring, temperature=1.0), run.adapter_base, on_tokens)
     candidates, fits, notes = fitting(evidence, candidates, run.adapter_base)
     named = _named(run, evidence, candidates)
     found = scan(evidence, candidates, named, fits, scorer, seed)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mismatch_probe.executors.kept import KeptScores
-from mismatch_probe.executors.memory import score_in_memory
 from mismatch_probe.executors.plan import Callbacks, P
 from mismatch_probe.scoring.cache import ScoreCache
+from mismatch_probe.scoring.memory import in_memory
 from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.networks import Networks
 from mismatch_probe.scoring.parallel import Scorer, check_devices, leading
@@ -58,7 +58,7 @@ class LocalExecutor:
             return found
         if after is not None:
             self._kept.ahead(after.paths)
-        scores = score_in_memory(self._scorer, self._networks, unit, self._callbacks.on_notice)
+        scores = in_memory(self._scorer, self._networks, lambda: self._scorer.score(unit), self._callbacks.on_notice)
         # What is absent because it could not be loaded may be mended the next time.
         if not self._networks.unusable.intersection(unit.paths):
             self._kept.put(file, scores)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mismatch_probe.errors import CheckpointError, MismatchProbeError, UsageError
-from mismatch_probe.executors.memory import score_in_memory
 from mismatch_probe.scoring.cache import code_digest
+from mismatch_probe.scoring.memory import in_memory
 from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.networks import Networks
 from mismatch_probe.scoring.score import UnitScorer
@@ -79,7 +79,7 @@ class Worker:
                         f"{path} is not there on {socket.gethostname()}, a node of the Ray cluster. Checkpoints are "
                         "read by path: mount the run's folder at the same place on every node"
                     )
-            self._outcome.scores = score_in_memory(self._scorer, self._networks, unit, self._say)
+            self._outcome.scores = in_memory(self._scorer, self._networks, lambda: self._scorer.score(unit), self._say)
         except MismatchProbeError as error:
             # Not every error survives pickling as it is.
             kind = CheckpointError if isinstance(error, CheckpointError) else UsageError

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_probe.run import Bools, Floats, Ragged
+from mismatch_probe.run import Bools, Floats, Ints, Ragged
 from mismatch_probe.scoring.heads import score
-from mismatch_probe.scoring.network import Network, ScoringOptions
+from mismatch_probe.scoring.memory import in_memory
+from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.networks import Networks
 from mismatch_probe.scoring.states import hidden_states
 
@@ -32,12 +33,17 @@ class CandidateScorer:
         options: device, dtype, bounds; its temperature is not used.
         base: the model below checkpoints that are adapters.
         on_tokens: called with the number of tokens after each forward pass.
+        on_notice: called with what a user must know of how a network is run.
     """
 
     def __init__(
-        self, options: ScoringOptions, base: Path | None = None, on_tokens: Callable[[int], None] = lambda _: None
+        self,
+        options: ScoringOptions,
+        base: Path | None = None,
+        on_tokens: Callable[[int], None] = lambda _: None,
+        on_notice: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._options, self._on_tokens = options, on_tokens
+        self.options, self._on_tokens, self._on_notice = options, on_tokens, on_notice
         self._networks = Networks(options, base)
 
     def score(
@@ -47,7 +53,6 @@ class CandidateScorer:
         response: Ragged,
         wanted: Bools,
         temperatures: Sequence[float],
-        head: Path | None = None,
     ) -> CandidateScores:
         """Log-probs at the wanted tokens.
 
@@ -56,16 +61,16 @@ class CandidateScorer:
             prompt, response: the sequences.
             wanted: which response tokens, (tokens,).
             temperatures: logits are divided by each in turn.
-            head: a checkpoint whose output head takes the place of the body's own.
 
         Raises:
             CheckpointError: a checkpoint cannot be loaded, or two of them differ in shape.
         """
-        network = self._networks.get(body)
-        states = hidden_states(network, prompt, response, wanted, self._options.max_tokens, self._on_tokens)
-        top = network if head is None else self._networks.get(head)
-        ids = torch.from_numpy(response.values[wanted])
-        return _at(top, states, ids, temperatures, self._options.chunk_elements)
+
+        def work() -> CandidateScores:
+            states = self._states(body, prompt, response, wanted)
+            return self._at(body, states, response.values[wanted], temperatures)
+
+        return in_memory(self, self._networks, work, self._on_notice)
 
     def heads(
         self, body: Path, heads: Sequence[Path], prompt: Ragged, response: Ragged, wanted: Bools, temperature: float
@@ -74,22 +79,22 @@ class CandidateScorer:
 
         The body runs once. Arguments as in ``score``.
         """
-        states = hidden_states(
-            self._networks.get(body), prompt, response, wanted, self._options.max_tokens, self._on_tokens
+
+        def work() -> Floats:
+            states, ids = self._states(body, prompt, response, wanted), response.values[wanted]
+            return np.array([self._at(head, states, ids, [temperature]).logprob[0] for head in heads])
+
+        return in_memory(self, self._networks, work, self._on_notice)
+
+    def _states(self, body: Path, prompt: Ragged, response: Ragged, wanted: Bools) -> Tensor:
+        network = self._networks.get(body)
+        return hidden_states(network, prompt, response, wanted, self.options.max_tokens, self._on_tokens)
+
+    def _at(self, head: Path, states: Tensor, ids: Ints, temperatures: Sequence[float]) -> CandidateScores:
+        """What the output head of one checkpoint makes of the states."""
+        network, tokens = self._networks.get(head), torch.from_numpy(ids)
+        found = [score(network, states, tokens, one, self.options.chunk_elements)[0] for one in temperatures]
+        return CandidateScores(
+            np.array([one.logprob.cpu().numpy() for one in found]).reshape(len(found), -1),
+            np.array([one.entropy.cpu().numpy() for one in found]).reshape(len(found), -1),
         )
-        ids = torch.from_numpy(response.values[wanted])
-        rows = []
-        for head in heads:
-            top = self._networks.get(head)
-            rows.append(_at(top, states, ids, [temperature], self._options.chunk_elements).logprob[0])
-        return np.array(rows)
-
-
-def _at(
-    network: Network, states: Tensor, ids: Tensor, temperatures: Sequence[float], chunk_elements: int
-) -> CandidateScores:
-    found = [score(network, states, ids, temperature, chunk_elements)[0] for temperature in temperatures]
-    return CandidateScores(
-        np.array([one.logprob.cpu().numpy() for one in found]).reshape(len(found), -1),
-        np.array([one.entropy.cpu().numpy() for one in found]).reshape(len(found), -1),
-    )

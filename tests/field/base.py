@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mismatch_probe.diagnosis.finding import Diagnosis
-from mismatch_probe.diagnosis.job import diagnose_run
+from mismatch_probe.diagnosis.job import Scanning, diagnose_run
 from mismatch_probe.entry import main
 from mismatch_probe.folder import Analysis, open_analysis
 from mismatch_probe.readers import ReadOptions, open_run
@@ -247,7 +247,7 @@ def find(path: Path, *options: str) -> Diagnosis:
     code = main(["decompose", str(path), "-q", "--no-gradient", "--no-diagnose", "--overwrite", *options])
     run = open_run(path, ReadOptions(), None)
     analysis: Analysis | None = open_analysis(path, None) if code == 0 else None
-    return diagnose_run(run, analysis, ScoringOptions(device="cpu", dtype="float64"))
+    return diagnose_run(run, analysis, Scanning(ScoringOptions(device="cpu", dtype="float64")))
 
 
 def codes(diagnosis: Diagnosis, *, least: int = 1) -> list[str]:
