@@ -74,6 +74,7 @@ def join(
     one_lineage: bool,
     gaps: Gaps | None = None,
     engine: EngineScores | None = None,
+    half: Ints | None = None,
 ) -> StepData:
     """Choose each log-prob's source and split.
 
@@ -88,6 +89,7 @@ def join(
         one_lineage: sampler and trainer versions name the same checkpoints.
         gaps: which weights are those of a neighbouring version, None for none.
         engine: its log-probs, None when it was not asked.
+        half: 0 or 1 for each sequence, by prompt group, (n,); None for ``halves``.
     """
     gaps = gaps or Gaps()
     counted = rollouts.loss_mask
@@ -109,7 +111,7 @@ def join(
         scores=scores,
         counted=counted,
         levels=Levels(rollouts.sequence_of_token[counted], rollouts.group_of_sequence),
-        half=halves(rollouts)[rollouts.sequence_of_token[counted]],
+        half=(halves(rollouts) if half is None else half)[rollouts.sequence_of_token[counted]],
         sampler=sampler,
         stale=stale,
         trainer=trainer,

@@ -55,6 +55,12 @@ def decompose(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Sequences a step: whole prompt groups, drawn by seed.")
     ] = None,
+    target_precision: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0001, max=0.5, metavar="W", help="Score prompt groups only until the judged ESS is decided or +-W."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of --limit and of the bootstrap.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[
@@ -125,6 +131,7 @@ def decompose(
         diagnose,
         steps=steps,
         limit=limit,
+        target_precision=target_precision,
         seed=seed,
         device=device,
         dtype=dtype,

@@ -15,7 +15,7 @@ from mismatch_probe.assemble import Judgement, join, step_row
 from mismatch_probe.checkpoints.describe import digest
 from mismatch_probe.engine_asked import engine_session
 from mismatch_probe.engine_split import engine_reasons
-from mismatch_probe.errors import CheckpointError, NothingToJudgeError
+from mismatch_probe.errors import CheckpointError, NothingToJudgeError, UsageError
 from mismatch_probe.executors.local import LocalExecutor
 from mismatch_probe.executors.plan import Callbacks, Executor
 from mismatch_probe.executors.ray import RayExecutor, RayOptions
@@ -41,6 +41,7 @@ from mismatch_probe.stats.summary import BiasVectors
 from mismatch_probe.table_io import table_of, write_table
 from mismatch_probe.tables import REJECTED, SEQUENCES, STEPS
 from mismatch_probe.tables_trends import TRENDS
+from mismatch_probe.target import Sampler, callback
 from mismatch_probe.trends import RunTrends
 from mismatch_probe.updates import UpdateOptions, chosen_tokens, update_row
 
@@ -100,6 +101,26 @@ class DecomposeOptions:
     head: str = "auto"
     tensor_parallel: int = 1
     cluster: RayOptions | None = None
+    target_precision: float | None = None
+
+    def check(self) -> None:
+        """Refuse options that contradict one another.
+
+        Raises:
+            UsageError: they do.
+        """
+        if self.target_precision is None:
+            return
+        rivals = {
+            "--limit": self.limit is not None,
+            "--fresh-rollouts": self.fresh_rollouts is not None,
+            "--engine": self.engine is not None,
+            "--executor ray": self.cluster is not None,
+            "--tensor-parallel": self.tensor_parallel > 1,
+        }
+        for name, given in rivals.items():
+            if given:
+                raise UsageError(f"--target-precision: not with {name}, yet. Drop one of them")
 
 
 def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progress, overwrite: bool = False) -> None:
@@ -111,6 +132,7 @@ def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progr
         NothingToJudgeError: no step held a token that could be compared; an earlier analysis stays in place.
         BadFileError, CheckpointError, OutputError, UsageError: as their names say.
     """
+    options.check()
     steps = run.steps if options.steps is None else options.steps.choose(run.steps)
     for notice in (*run.notices, *semantic_reasons(run), *precision_notices(run, options.device, options.dtype)):
         progress.notice(notice)
@@ -155,6 +177,7 @@ class _Job:
         self._bias = BiasVectors()
         self.trends = RunTrends(options.constancy_margin, options.confidence, options.seed)
         self._digests: dict[str, str] = {}
+        self._sampler: Sampler | None = None
         self._notices: list[str] = []
         self.engine = engine_session(run, options, self._scoring, self._say)
         self.step_rows: list[dict[str, Any]] = []
@@ -177,6 +200,9 @@ class _Job:
         if self._extras.cost:
             self._progress.notice(self._extras.cost)
         try:
+            if self._options.target_precision is not None:
+                self._sample(steps, out, self._options.target_precision)
+                return
             for plan, scores in self._executor().run(self._extras.plans(self._planner().plans(steps))):
                 if isinstance(plan, FreshPlan):
                     self._add(self._extras.fresh_row(plan, scores, self._data))
@@ -184,6 +210,14 @@ class _Job:
                     self._keep(plan, scores, out)
         except CheckpointError as error:
             raise CheckpointError(f"{error}. Or pass --skip-bad-rows to leave its tokens out") from None
+
+    def _sample(self, steps: tuple[Step, ...], out: Path, target: float) -> None:
+        """Score as much of each step as its verdict needs."""
+        planner = self._planner()
+        self._sampler = Sampler(self._run, target, self._judgement, planner, self._executor())
+        for answer in self._sampler.answers(planner.plans(steps)):
+            self._keep(answer.plan, answer.scores, out, answer.judgement, (answer.sampled.reason(),))
+        self._progress.notice(self._sampler.saved())
 
     def _planner(self) -> Planner:
         options = self._options
@@ -194,6 +228,7 @@ class _Job:
             strict=options.strict,
             nearest=options.nearest,
             unit_tokens=self._scoring.unit_tokens,
+            whole=options.target_precision is None,
             gradient=(lambda of, step: chosen_tokens(of, options.seed, step)) if self._updates.gradient else None,
         )
         return Planner(self._run, planning, self._say)
@@ -204,31 +239,40 @@ class _Job:
 
     def _callbacks(self) -> Callbacks:
         return Callbacks(
-            on_plan=lambda plan: self._progress.step(plan.step.index, plan.forward_tokens),
+            on_plan=callback(self._progress.step),
             on_tokens=self._progress.tokens,
             on_notice=self._progress.notice,
             on_unusable=self._say_unusable if self._options.skip_bad_rows else None,
         )
 
-    def _keep(self, plan: StepPlan, scores: StepScores, out: Path) -> None:
-        """The rows of one step."""
+    def _keep(
+        self,
+        plan: StepPlan,
+        scores: StepScores,
+        out: Path,
+        judgement: Judgement | None = None,
+        said: tuple[str, ...] = (),
+    ) -> None:
+        """The rows of one step; ``said`` are more reasons."""
+        judgement = judgement or self._judgement
         step, rollouts, checkpoints = plan.step.index, plan.rollouts, plan.checkpoints
         for reason, tokens in scores.reasons.items():
             if reason.endswith(GIVES_NO_NUMBER):
                 self._say(f"{reason} at {tokens} tokens; they are left out")
         one_lineage = self._run.sampler_checkpoints is None
         engine = None if self.engine is None else self.engine.score(rollouts, checkpoints.sampler)
-        data = join(step, rollouts, scores, plan.trainer_version, one_lineage, checkpoints.gaps, engine)
+        data = join(step, rollouts, scores, plan.trainer_version, one_lineage, checkpoints.gaps, engine, plan.half)
         write_table(token_table(data, self.provenance), out / "tokens" / f"step={step}" / "part-0.parquet")
         reasons = (
             *semantic_reasons(self._run),
             *checkpoints.problems,
             *checkpoints.approximations,
             *engine_reasons(data.engine, self._run.settings),
+            *said,
         )
-        row, summary = step_row(data, self._judgement, self._bias, reasons)
+        row, summary = step_row(data, judgement, self._bias, reasons)
         self.step_rows.append(row)
-        self._add(update_row(data, self._judgement, self._updates))
+        self._add(update_row(data, judgement, self._updates))
         self._add(self._extras.row(plan, data))
         self._bias, self._data = summary.bias, data
         self.trends.add(data, summary)
@@ -253,6 +297,7 @@ class _Job:
             options[name] = None if options[name] is None else options[name]["text"]
         rest = (self._scoring, self._digests, len(self.rejected), self._notices)
         beside = {} if self.engine is None else {"engine": self.engine.facts}
+        beside |= {} if self._sampler is None else self._sampler.record()
         return record(self._run, steps, options, *rest) | self._extras.record() | beside
 
     def _say_unusable(self, error: CheckpointError) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mismatch_probe.assemble import halves
 from mismatch_probe.errors import BadFileError
 from mismatch_probe.resolve import StepCheckpoints, set_aside
-from mismatch_probe.run import Bools, Rollouts, Run, Step
+from mismatch_probe.run import Bools, Ints, Rollouts, Run, Step
 from mismatch_probe.scoring.plan import forward_tokens
 from mismatch_probe.scoring.units import Unit
 from mismatch_probe.selection import limit_sequences
@@ -20,13 +20,19 @@ from mismatch_probe.selection import limit_sequences
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One step: its sequences (those set aside are gone), its checkpoints, and the units that are to be scored."""
+    """One step: its sequences (those set aside are gone), its checkpoints, and the units that are to be scored.
+
+    ``half`` is 0 or 1 for each sequence where prompt groups are not halved as in ``assemble.halves``, (n,). ``look``
+    numbers the parts of a step that is scored part by part.
+    """
 
     step: Step
     rollouts: Rollouts
     checkpoints: StepCheckpoints
     trainer_version: int
     units: list[Unit]
+    half: Ints | None = None
+    look: int = 0
 
     @property
     def tokens(self) -> int:
@@ -45,7 +51,7 @@ class Planning:
 
     ``limit`` and ``seed``: sequences a step, drawn by seed, None for all. ``tolerant``, ``strict``, ``nearest``: as the
     options of ``decompose``. ``unit_tokens``: counted tokens of a unit. ``gradient``: of a step's sequences the tokens
-    whose gradients are compared, (tokens,); None for none.
+    whose gradients are compared, (tokens,); None for none. ``whole`` False leaves the units to ``Planner.part``.
     """
 
     limit: int | None
@@ -55,6 +61,7 @@ class Planning:
     nearest: bool
     unit_tokens: int
     gradient: Callable[[Rollouts, int], Bools] | None
+    whole: bool = True
 
 
 class Planner:
@@ -88,13 +95,30 @@ class Planner:
         for notice in (*rollouts.notices, *checkpoints.problems, *checkpoints.approximations, *checkpoints.notes):
             self._say(notice)
         units: list[Unit] = []
-        if self._run.trainer_checkpoints is not None:
+        if self._run.trainer_checkpoints is not None and options.whole:
             gradient = None if options.gradient is None else options.gradient(rollouts, step.index)
             recurring = np.array([mark in repeated for mark in _marks(rollouts)], dtype=np.bool_)
             units = checkpoints.units(
                 step.index, rollouts, halves(rollouts), options.unit_tokens, gradient=gradient, recurring=recurring
             )
         return StepPlan(step, rollouts, checkpoints, version, units)
+
+    def part(self, plan: StepPlan, rows: Ints, half: Ints, look: int, gradient: bool) -> StepPlan:
+        """Some sequences of a planned step, with their units.
+
+        Args:
+            plan: the whole step.
+            rows: which of its sequences, (k,).
+            half: 0 or 1 for each of them, by prompt group, (k,).
+            look: its number.
+            gradient: compare gradients here, where they are compared at all.
+        """
+        rollouts, options = plan.rollouts.take(rows), self._options
+        units: list[Unit] = []
+        if self._run.trainer_checkpoints is not None:
+            wanted = options.gradient(rollouts, plan.step.index) if gradient and options.gradient else None
+            units = plan.checkpoints.units(plan.step.index, rollouts, half, options.unit_tokens, gradient=wanted)
+        return replace(plan, rollouts=rollouts, units=units, half=half, look=look)
 
     def _load(self, step: Step) -> Rollouts:
         rollouts = step.load()

@@ -155,18 +155,35 @@ def _sequence_kl(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, I
 
 def _ess(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, tuple[Interval, float]]:
     """ESS of the lag, discrepancy and total ratio at token, sequence and prompt level, and its small-sample bias."""
-    levels = tokens.levels
-    groups = np.arange(levels.n_groups, dtype=np.int64)
     out = {}
-    group_of = {"token": levels.group, "sequence": levels.group_of_sequence, "prompt": groups}
     for ratio, log_weights in _ratios(tokens).items():
-        for level, values in level_log_weights(log_weights, levels).items():
-            known, group = drop_nulls(values, group_of[level])
-            weights = np.exp(known - known.max()) if len(known) else known
-            sums = group_sums([weights, np.square(weights)], group, intervals.n_groups)
+        for level, values in level_log_weights(log_weights, tokens.levels).items():
+            sums = _ess_sums(values, tokens.levels, level)
             interval = intervals.interval(sums, ess_from_sums, LOG_MINUS_LOG)
             out[f"ess_{ratio}_{level}"] = interval, intervals.bootstrap_bias(sums, ess_from_sums)
     return out
+
+
+def ess_interval(log_weights: Floats, levels: Levels, level: str, intervals: ClusterIntervals) -> Interval:
+    """ESS of one ratio at one level, as in the steps table, with its interval; NaN = null.
+
+    Args:
+        log_weights: of tokens, nats, (n,). NaN = null.
+        levels: how tokens add up.
+        level: token, sequence or prompt.
+        intervals: over the prompt groups.
+    """
+    values = level_log_weights(log_weights, levels)[level]
+    return intervals.interval(_ess_sums(values, levels, level), ess_from_sums, LOG_MINUS_LOG)
+
+
+def _ess_sums(values: Floats, levels: Levels, level: str) -> Floats:
+    """Count, sum w and sum w^2 of each prompt group, (G, 3), up to a common factor of w."""
+    groups = np.arange(levels.n_groups, dtype=np.int64)
+    group_of = {"token": levels.group, "sequence": levels.group_of_sequence, "prompt": groups}
+    known, group = drop_nulls(values, group_of[level])
+    weights = np.exp(known - known.max()) if len(known) else known
+    return group_sums([weights, np.square(weights)], group, levels.n_groups)
 
 
 def _ratios(tokens: StepTokens) -> dict[str, Floats]:
