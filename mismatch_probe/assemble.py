@@ -16,7 +16,8 @@ from mismatch_probe.stats.breakdown import Rule, StepEss
 from mismatch_probe.stats.floor import floor_top, noise_floor, within_floor
 from mismatch_probe.stats.intervals import DEFAULT_METHOD, ClusterIntervals
 from mismatch_probe.stats.ratios import Levels, Split, split
-from mismatch_probe.stats.summary import BiasVectors, StepTokens, Summary, summarise
+from mismatch_probe.stats.summary import BiasVectors, Summary, summarise
+from mismatch_probe.stats.terms import StepTokens
 
 if TYPE_CHECKING:
     from mismatch_probe.scoring.engine import EngineScores

@@ -113,7 +113,7 @@ def ess_report(
         float, typer.Option(min=0.001, max=0.5, help="Chance that a series without a jump is said to have one.")
     ] = 0.01,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Check the ESS of every step against the tokens table first.")
+        bool, typer.Option("--recompute", help="Check the steps table against the tokens table first.")
     ] = False,
     format: Annotated[ReadableFormat, typer.Option("--format", help="How to print.")] = ReadableFormat.text,
 ) -> int:

@@ -3,124 +3,43 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from mismatch_probe.assemble import Judgement, join, step_row
 from mismatch_probe.checkpoints.describe import digest
+from mismatch_probe.decompose_options import DecomposeOptions as DecomposeOptions
+from mismatch_probe.decompose_options import Progress as Progress
 from mismatch_probe.engine_asked import engine_session
 from mismatch_probe.engine_split import engine_reasons
-from mismatch_probe.errors import CheckpointError, NothingToJudgeError, UsageError
+from mismatch_probe.errors import CheckpointError, NothingToJudgeError
 from mismatch_probe.executors.local import LocalExecutor
 from mismatch_probe.executors.plan import Callbacks, Executor
-from mismatch_probe.executors.ray import RayExecutor, RayOptions
+from mismatch_probe.executors.ray import RayExecutor
 from mismatch_probe.extras import ExtraOptions, Extras
 from mismatch_probe.folder import SCORES, Staging
 from mismatch_probe.fresh import FreshPlan
 from mismatch_probe.planning import Planner, Planning, StepPlan
 from mismatch_probe.precision import precision_notices
 from mismatch_probe.record import record, relative, run_name
-from mismatch_probe.reference import DEFAULT_SEQUENCES
 from mismatch_probe.resolve import semantic_reasons
-from mismatch_probe.rows import place_table, sequence_rows, token_table
 from mismatch_probe.run import Rejected, Run, Step
 from mismatch_probe.scoring.cache import ScoreCache
 from mismatch_probe.scoring.scores import GIVES_NO_NUMBER, StepScores
 from mismatch_probe.scoring_choice import scoring_choice
-from mismatch_probe.selection import StepSelection
-from mismatch_probe.stats.breakdown import DEFAULT_LEVEL, DEFAULT_RATIO, DEFAULT_THRESHOLD, Rule
-from mismatch_probe.stats.constancy import DEFAULT_MARGIN
-from mismatch_probe.stats.corrections import DEFAULT_TARGET
-from mismatch_probe.stats.intervals import DEFAULT_METHOD
+from mismatch_probe.stats.breakdown import Rule
 from mismatch_probe.stats.summary import BiasVectors
+from mismatch_probe.step_tables import StepTables
 from mismatch_probe.table_io import table_of, write_table
-from mismatch_probe.tables import REJECTED, SEQUENCES, STEPS
+from mismatch_probe.tables import STEPS
 from mismatch_probe.tables_trends import TRENDS
 from mismatch_probe.target import Sampler, callback
 from mismatch_probe.trends import RunTrends
 from mismatch_probe.updates import UpdateOptions, chosen_tokens, update_row
-
-
-class Progress(Protocol):
-    """Where progress and notices go."""
-
-    def start(self, steps: int) -> None:
-        """The number of steps is known."""
-
-    def step(self, index: int, tokens: int) -> None:
-        """A step begins; it will forward about ``tokens`` tokens."""
-
-    def tokens(self, count: int) -> None:
-        """Tokens went through a network."""
-
-    def notice(self, text: str) -> None:
-        """Something the user must know."""
-
-
-@dataclass(frozen=True)
-class DecomposeOptions:
-    """Options of ``decompose``; ``dtype`` None means the trainer's own, ``max_tokens`` None what suits the device."""
-
-    steps: StepSelection | None = None
-    limit: int | None = None
-    seed: int = 0
-    device: str = "auto"
-    dtype: str | None = None
-    max_tokens: int | None = None
-    trust_remote_code: bool = False
-    level: str = DEFAULT_LEVEL
-    threshold: float = DEFAULT_THRESHOLD
-    ratio: str = DEFAULT_RATIO
-    confidence: float = 0.95
-    resamples: int = 2000
-    intervals: str = DEFAULT_METHOD
-    constancy_margin: float = DEFAULT_MARGIN
-    skip_bad_rows: bool = False
-    strict: bool = False
-    nearest: bool = False
-    engine: str | None = None
-    engine_dtype: str | None = None
-    engine_top_k: int = 0
-    engine_set: tuple[str, ...] = ()
-    engine_python: Path | None = None
-    gradient: bool = True
-    gradient_target: str = DEFAULT_TARGET
-    clip_eps: float = 0.2
-    cache: Path | None = None
-    keep_scores: bool = True
-    reference: str | None = None
-    reference_sequences: int = DEFAULT_SEQUENCES
-    fresh_rollouts: int | None = None
-    fresh_steps: StepSelection | None = None
-    attention: str = "auto"
-    head: str = "auto"
-    tensor_parallel: int = 1
-    cluster: RayOptions | None = None
-    target_precision: float | None = None
-
-    def check(self) -> None:
-        """Refuse options that contradict one another.
-
-        Raises:
-            UsageError: they do.
-        """
-        if self.target_precision is None:
-            return
-        rivals = {
-            "--limit": self.limit is not None,
-            "--fresh-rollouts": self.fresh_rollouts is not None,
-            "--engine": self.engine is not None,
-            "--executor ray": self.cluster is not None,
-            "--tensor-parallel": self.tensor_parallel > 1,
-        }
-        for name, given in rivals.items():
-            if given:
-                raise UsageError(f"--target-precision: not with {name}, yet. Drop one of them")
 
 
 def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progress, overwrite: bool = False) -> None:
@@ -138,17 +57,13 @@ def decompose(run: Run, folder: Path, options: DecomposeOptions, progress: Progr
         progress.notice(notice)
     with Staging(folder, overwrite) as staging:
         job = _Job(run, options, progress, folder, steps)
-        with job.engine or nullcontext():
-            job.decompose(steps, staging.path)
+        with job.engine or nullcontext(), StepTables(staging.path, job.provenance) as tables:
+            job.decompose(steps, tables)
         if not job.compared:
-            raise NothingToJudgeError(_nothing(run, job))
+            raise NothingToJudgeError(_nothing(run, job, tables))
         write_table(table_of(job.step_rows, STEPS, job.provenance), staging.path / "steps.parquet")
-        write_table(pa.concat_tables(job.sequences).combine_chunks(), staging.path / "sequences.parquet")
-        write_table(pa.concat_tables(job.places), staging.path / "places.parquet")
         write_table(table_of(job.trends.rows(), TRENDS, job.provenance), staging.path / "trends.parquet")
-        rejected = [asdict(row) for row in job.rejected]
-        write_table(table_of(rejected, REJECTED, job.provenance), staging.path / "rejected.parquet")
-        staging.write_json("run.json", job.record(steps))
+        staging.write_json("run.json", job.record(steps, tables.rejected))
         staging.commit()
 
 
@@ -181,9 +96,6 @@ class _Job:
         self._notices: list[str] = []
         self.engine = engine_session(run, options, self._scoring, self._say)
         self.step_rows: list[dict[str, Any]] = []
-        self.sequences: list[pa.Table] = []
-        self.places: list[pa.Table] = []
-        self.rejected: list[Rejected] = []
         self.compared = False
         self.provenance = {
             "run": run_name(run),
@@ -194,29 +106,29 @@ class _Job:
             "transformers": version("transformers"),
         }
 
-    def decompose(self, steps: tuple[Step, ...], out: Path) -> None:
+    def decompose(self, steps: tuple[Step, ...], tables: StepTables) -> None:
         """Plan, score and keep the rows of every step."""
         self._progress.start(len(steps) + len(self._extras.fresh_steps))
         if self._extras.cost:
             self._progress.notice(self._extras.cost)
         try:
             if self._options.target_precision is not None:
-                self._sample(steps, out, self._options.target_precision)
+                self._sample(steps, tables, self._options.target_precision)
                 return
             for plan, scores in self._executor().run(self._extras.plans(self._planner().plans(steps))):
                 if isinstance(plan, FreshPlan):
                     self._add(self._extras.fresh_row(plan, scores, self._data))
                 else:
-                    self._keep(plan, scores, out)
+                    self._keep(plan, scores, tables)
         except CheckpointError as error:
             raise CheckpointError(f"{error}. Or pass --skip-bad-rows to leave its tokens out") from None
 
-    def _sample(self, steps: tuple[Step, ...], out: Path, target: float) -> None:
+    def _sample(self, steps: tuple[Step, ...], tables: StepTables, target: float) -> None:
         """Score as much of each step as its verdict needs."""
         planner = self._planner()
         self._sampler = Sampler(self._run, target, self._judgement, planner, self._executor())
         for answer in self._sampler.answers(planner.plans(steps)):
-            self._keep(answer.plan, answer.scores, out, answer.judgement, (answer.sampled.reason(),))
+            self._keep(answer.plan, answer.scores, tables, answer.judgement, (answer.sampled.reason(),))
         self._progress.notice(self._sampler.saved())
 
     def _planner(self) -> Planner:
@@ -249,7 +161,7 @@ class _Job:
         self,
         plan: StepPlan,
         scores: StepScores,
-        out: Path,
+        tables: StepTables,
         judgement: Judgement | None = None,
         said: tuple[str, ...] = (),
     ) -> None:
@@ -262,7 +174,6 @@ class _Job:
         one_lineage = self._run.sampler_checkpoints is None
         engine = None if self.engine is None else self.engine.score(rollouts, checkpoints.sampler)
         data = join(step, rollouts, scores, plan.trainer_version, one_lineage, checkpoints.gaps, engine, plan.half)
-        write_table(token_table(data, self.provenance), out / "tokens" / f"step={step}" / "part-0.parquet")
         reasons = (
             *semantic_reasons(self._run),
             *checkpoints.problems,
@@ -276,9 +187,7 @@ class _Job:
         self._add(self._extras.row(plan, data))
         self._bias, self._data = summary.bias, data
         self.trends.add(data, summary)
-        self.places.append(place_table(step, summary.places, self.provenance))
-        self.sequences.append(table_of(sequence_rows(data), SEQUENCES, self.provenance))
-        self.rejected.extend(rollouts.rejected)
+        tables.add(data, summary.places)
         self._say_rejected(step, rollouts.rejected)
         parts = (data.split.discrepancy, data.split.lag, data.split.log_ratio)
         self.compared |= any(bool((~np.isnan(part)).any()) for part in parts)
@@ -290,12 +199,12 @@ class _Job:
         self.step_rows[-1] |= found[0]
         self.step_rows[-1]["reasons"] += found[1]
 
-    def record(self, steps: tuple[Step, ...]) -> dict[str, Any]:
+    def record(self, steps: tuple[Step, ...], rejected: int) -> dict[str, Any]:
         """What ``run.json`` says."""
         options = {key: value for key, value in asdict(self._options).items() if key not in _NOT_RECORDED}
         for name in ("steps", "fresh_steps"):
             options[name] = None if options[name] is None else options[name]["text"]
-        rest = (self._scoring, self._digests, len(self.rejected), self._notices)
+        rest = (self._scoring, self._digests, rejected, self._notices)
         beside = {} if self.engine is None else {"engine": self.engine.facts}
         beside |= {} if self._sampler is None else self._sampler.record()
         return record(self._run, steps, options, *rest) | self._extras.record() | beside
@@ -320,12 +229,12 @@ _NOT_RECORDED = ("cache", "keep_scores", "engine_python", "cluster")
 _ASSUMED = "assumed, since nothing states it"
 
 
-def _nothing(run: Run, job: _Job) -> str:
+def _nothing(run: Run, job: _Job, tables: StepTables) -> str:
     """Why a whole run could not be judged, in one line."""
-    if job.rejected and not any(map(len, job.sequences)):
-        first = job.rejected[0]
+    first = tables.first_rejected
+    if first is not None and not tables.sequences:
         return (
-            f"{run.path}: all {len(job.rejected)} rows were set aside; the first: {first.file}, row {first.row}: "
+            f"{run.path}: all {tables.rejected} rows were set aside; the first: {first.file}, row {first.row}: "
             f"{first.reason}"
         )
     # The same reason with another count at each step is one reason.

@@ -1,106 +1,114 @@
-"""ESS of every step again from the tokens table, a batch of rows at a time."""
+"""The statistics of every step again from the tokens table, a batch of rows at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from mismatch_probe.columns import with_ends
 from mismatch_probe.errors import InputError
 from mismatch_probe.folder import Analysis
-from mismatch_probe.stats.stream import RunningLevels
-from mismatch_probe.stats.types import Ints
+from mismatch_probe.stats.breakdown import LEVELS, RATIOS
+from mismatch_probe.stats.intervals import ClusterIntervals
+from mismatch_probe.stats.positions import Places, audit, full_kl
+from mismatch_probe.stats.running import RunningSummary
+from mismatch_probe.stats.terms import VOCABULARY
+from mismatch_probe.stats.types import Floats
+from mismatch_probe.table_io import read_rows
+from mismatch_probe.token_chunks import StepIndex, TokenFile
 
-_COLUMN = {"lag": "lag", "discrepancy": "discrepancy", "total": "log_ratio"}
-COLUMNS = ("sequence_id", "group_id", *_COLUMN.values(), "stale_trainer_logprob", "trainer_logprob_source")
-_BATCH = 1 << 17
+RTOL, ATOL = 1e-9, 1e-12
+"""What sums in another order may change; ATOL is for what is a small difference of large numbers."""
+_MAGNIFIED = frozenset(
+    name
+    for ratio in RATIOS
+    for level in LEVELS
+    for name in (
+        *(f"ess_{ratio}_{level}_ci_{end}" for end in ("low", "high")),
+        *([] if level == "token" else [f"pareto_k_{ratio}_{level}"]),
+    )
+)
+"""What a rounding can move far, and so is not checked: ends on the scale log(-log ESS), without bound at 1, and the
+shape of the tail of sums that differ by roundings only."""
 
 
 def stats_of_tokens(analysis: Analysis) -> Iterator[dict[str, float]]:
-    """The nine ESS of each step, as the tokens table now stands; NaN = null. Tokens removed from it do not count.
+    """The statistics of each step, as the tokens table now stands; NaN = null. Tokens removed from it do not count.
 
     Yields:
-        ``step``, ``tokens`` and ``ess_{ratio}_{level}`` as in the steps table.
+        ``step``, ``tokens`` and, named as in the steps table, all that it takes from the split and the exact sums over
+        the vocabulary, with the ends of intervals. Not in the tokens table, and so not here: the mean bias vector of
+        the lag, the probe's noise floor, gradients, and what clipping, the engine, a reference or fresh rollouts add.
 
     Raises:
-        InputError: a step's file cannot be read.
+        InputError: a step's file or the sequences table cannot be read.
     """
+    sequences = read_rows(analysis.folder / "sequences.parquet").select(["step", "sequence_id", "group_id"])
+    step_of_row = sequences["step"].to_numpy()
+    previous: Floats | None = None
     for step in analysis.steps["step"]:
-        yield {"step": int(step), **ess_of_file(analysis.folder / "tokens" / f"step={step}" / "part-0.parquet")}
+        rows = sequences.take(np.flatnonzero(step_of_row == step))
+        index = StepIndex.of(*(rows[name].to_pylist() for name in ("sequence_id", "group_id")))
+        file = TokenFile(analysis.folder / "tokens" / f"step={step}" / "part-0.parquet", index)
+        row, _, previous = stats_of_file(file, analysis.record["options"], previous)
+        yield {"step": int(step), **row}
 
 
-def check_steps(analysis: Analysis) -> str:
-    """One sentence: the steps table holds the ESS that its tokens give.
+def stats_of_file(
+    file: TokenFile, options: dict[str, Any], previous: Floats | None = None
+) -> tuple[dict[str, float], Places, Floats | None]:
+    """Those of one step, its running weight by place, and its mean bias vector of the discrepancy.
 
-    Raises:
-        InputError: a step's tokens give another one, or cannot be read.
-    """
-    tokens = 0
-    stored = analysis.steps.set_index("step")
-    for found in stats_of_tokens(analysis):
-        step = int(found.pop("step"))
-        tokens += int(found.pop("tokens"))
-        for name, value in found.items():
-            there = float(stored[name].loc[step])
-            if not np.isclose(value, there, rtol=1e-9, atol=1e-12, equal_nan=True):
-                raise InputError(
-                    f"{analysis.folder}: {name} at step {step} is {there:.6g} in steps.parquet and {value:.6g} by its "
-                    "tokens, so one of the two was changed. Run decompose again with --overwrite"
-                )
-    return f"Recomputed from {tokens:,} tokens: every ESS is as steps.parquet has it."
-
-
-def ess_of_file(path: Path) -> dict[str, float]:
-    """``tokens`` and the nine ESS of one step's file.
+    Args:
+        file: the step's tokens.
+        options: ``seed``, ``resamples``, ``confidence`` and ``intervals`` of ``decompose``.
+        previous: that vector of the step before, None where it had none.
 
     Raises:
         InputError: it cannot be read.
     """
-    running = {ratio: RunningLevels() for ratio in _COLUMN}
-    sequences: dict[str, int] = {}
-    groups: dict[str, int] = {}
-    group_of_sequence: Ints = np.zeros(0, dtype=np.int64)
-    tokens = stale = rescored = 0
-    try:
-        # Buffered ahead, the whole file would lie in memory.
-        with pq.ParquetFile(path, pre_buffer=False) as file:
-            for batch in file.iter_batches(_BATCH, columns=list(COLUMNS)):
-                if not len(batch):
-                    continue
-                sequence, group = _numbers(batch["sequence_id"], sequences), _numbers(batch["group_id"], groups)
-                more = len(sequences) - len(group_of_sequence)
-                group_of_sequence = np.pad(group_of_sequence, (0, more))
-                group_of_sequence[sequence] = group
-                for ratio, column in _COLUMN.items():
-                    running[ratio].add(batch[column].to_numpy(zero_copy_only=False).astype(np.float64), sequence)
-                tokens += len(batch)
-                stale += len(batch) - batch["stale_trainer_logprob"].null_count
-                source = batch["trainer_logprob_source"].cast(pa.string())
-                rescored += pc.sum(pc.is_in(source, pa.array(["rescored", "nearest"]))).as_py()
-    except (pa.ArrowException, OSError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path}: not readable ({reason}). Run decompose again with --overwrite") from None
+    running = RunningSummary(file.index.group, file.rows())
+    for chunk in file.chunks():
+        running.add(chunk)
+    tokens = int(running.tokens.sum())
     # As in decompose: tokens known for a part of the step are no sample of it.
-    mixed = 0 < rescored < tokens
-    null = {"lag": mixed or 0 < stale < tokens, "total": mixed}
-    null["discrepancy"] = null["lag"]
-    out = {"tokens": float(tokens)}
-    for ratio, sums in running.items():
-        for level, value in sums.values(group_of_sequence).items():
-            out[f"ess_{ratio}_{level}"] = float("nan") if null[ratio] else value
-    return out
+    mixed = 0 < file.rescored < tokens
+    partial = mixed or 0 < file.stale < tokens
+    if partial:
+        running.forget("discrepancy", "lag", *VOCABULARY, *(["log_ratio"] if mixed else []))
+    n_groups = int(file.index.group.max(initial=-1)) + 1
+    how = (options["seed"], options["resamples"], options["confidence"], options["intervals"])
+    intervals = ClusterIntervals(n_groups, *how)
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite sums are refused with a reason
+        values, found, vector = running.found(intervals, previous)
+        whole = ~np.isnan(running.sequence_sums("log_ratio"))
+        places = audit(file.places(whole, running.tokens, with_kl=not partial), file.index.group[whole], intervals)
+        values["full_kl_trainer_stale"] = 0.0 if running.is_zero() else full_kl(places)[0]
+    counts = {"tokens": tokens}
+    counts |= {f"tokens_with_{part}": running.known(part) for part in ("discrepancy", "lag") if not partial}
+    return counts | values | with_ends(found), places, vector
 
 
-def _numbers(names: pa.Array, seen: dict[str, int]) -> Ints:
-    """The number of each name from 0, (n,); ``seen`` grows."""
-    coded = names if pa.types.is_dictionary(names.type) else names.dictionary_encode()
-    codes = coded.indices.to_numpy(zero_copy_only=False)
-    number_of_code = np.full(len(coded.dictionary), -1, dtype=np.int64)
-    for code in np.flatnonzero(np.bincount(codes, minlength=len(number_of_code))):
-        number_of_code[code] = seen.setdefault(coded.dictionary[int(code)].as_py(), len(seen))
-    numbers: Ints = number_of_code[codes]
-    return numbers
+def check_steps(analysis: Analysis) -> str:
+    """One sentence: the steps table holds the statistics that its tokens give.
+
+    Raises:
+        InputError: a step's tokens give another one, or cannot be read.
+    """
+    tokens, names = 0, 0
+    stored = analysis.steps.set_index("step")
+    for found in stats_of_tokens(analysis):
+        step = int(found.pop("step"))
+        tokens += int(found["tokens"])
+        checked = {name: value for name, value in found.items() if name not in _MAGNIFIED}
+        names = max(names, len(checked))
+        for name, value in checked.items():
+            there = float(stored[name].loc[step])
+            if not np.isclose(value, there, rtol=RTOL, atol=ATOL, equal_nan=True):
+                raise InputError(
+                    f"{analysis.folder}: {name} at step {step} is {there:.6g} in steps.parquet and {value:.6g} by its "
+                    "tokens, so one of the two was changed. Run decompose again with --overwrite"
+                )
+    return f"Recomputed from {tokens:,} tokens: {names} numbers a step are as steps.parquet has them."

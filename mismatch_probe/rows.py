@@ -13,7 +13,7 @@ from mismatch_probe.run import UNKNOWN_TOKEN, UNKNOWN_VERSION, Bools, Floats, In
 from mismatch_probe.stats.positions import Places
 from mismatch_probe.stats.ratios import sequence_sums
 from mismatch_probe.table_io import nullable, schema
-from mismatch_probe.tables import PLACES, TOKENS
+from mismatch_probe.tables import PLACES, SEQUENCES, TOKENS
 
 
 def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
@@ -29,11 +29,7 @@ def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
         "position": pa.array(rollouts.position_of_token[counted], pa.int32()),
         "token_id": pa.array(ids, pa.int32(), mask=ids == UNKNOWN_TOKEN),
         "sampler_version": pa.array(versions, pa.int64(), mask=versions == UNKNOWN_VERSION),
-        "trainer_version": pa.array(
-            np.full(len(versions), data.trainer_version),
-            pa.int64(),
-            mask=np.full(len(versions), data.trainer_version == UNKNOWN_VERSION),
-        ),
+        "trainer_version": _constant(data.trainer_version, len(versions)),
         "sampler_logprob": nullable(data.sampler),
         "stale_trainer_logprob": nullable(data.stale),
         "trainer_logprob": nullable(data.trainer),
@@ -59,8 +55,8 @@ def token_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
     return pa.table([columns[name] for name in target.names], schema=target)
 
 
-def sequence_rows(data: StepData) -> list[dict[str, Any]]:
-    """The step's rows of the sequences table."""
+def sequence_table(data: StepData, provenance: dict[str, str]) -> pa.Table:
+    """The step's part of the sequences table."""
     rollouts, levels = data.rollouts, data.levels
     n = len(rollouts)
     versions = rollouts.sampler_version[data.counted]
@@ -68,31 +64,25 @@ def sequence_rows(data: StepData) -> list[dict[str, Any]]:
     np.minimum.at(oldest, levels.sequence, versions)
     np.maximum.at(newest, levels.sequence, versions)
     tokens = np.bincount(levels.sequence, minlength=n)
-    sums = {
-        name: sequence_sums(values, levels)
-        for name, values in (
-            ("discrepancy_sum", data.split.discrepancy),
-            ("lag_sum", data.split.lag),
-            ("log_ratio_sum", data.split.log_ratio),
-            ("prefix_kl_stale_trainer", data.scores.kl_stale_trainer[data.counted]),
-        )
+    empty = tokens == 0
+    prefix_kl = sequence_sums(data.scores.kl_stale_trainer[data.counted], levels) / np.maximum(tokens, 1)
+    columns = {
+        "step": pa.array(np.full(n, data.step), pa.int64()),
+        "sequence_id": pa.array(rollouts.sequence_id, pa.string()),
+        "group_id": pa.array(rollouts.group_id, pa.string()),
+        "tokens": pa.array(tokens, pa.int64()),
+        "sampler_version_min": pa.array(oldest, pa.int64(), mask=empty | (oldest == UNKNOWN_VERSION)),
+        "sampler_version_max": pa.array(newest, pa.int64(), mask=empty | (newest == UNKNOWN_VERSION)),
+        "trainer_version": _constant(data.trainer_version, n),
+        "discrepancy_sum": nullable(sequence_sums(data.split.discrepancy, levels)),
+        "lag_sum": nullable(sequence_sums(data.split.lag, levels)),
+        "log_ratio_sum": nullable(sequence_sums(data.split.log_ratio, levels)),
+        "prefix_kl_stale_trainer": nullable(prefix_kl),
+        "reward": nullable(rollouts.reward),
+        "finish_reason": pa.array(rollouts.finish_reason, pa.string()),
     }
-    sums["prefix_kl_stale_trainer"] = sums["prefix_kl_stale_trainer"] / np.maximum(tokens, 1)
-    return [
-        {
-            "step": data.step,
-            "sequence_id": rollouts.sequence_id[row],
-            "group_id": rollouts.group_id[row],
-            "tokens": int(tokens[row]),
-            "sampler_version_min": _version(oldest[row]) if tokens[row] else None,
-            "sampler_version_max": _version(newest[row]) if tokens[row] else None,
-            "trainer_version": _version(data.trainer_version),
-            **{name: float(values[row]) for name, values in sums.items()},
-            "reward": float(rollouts.reward[row]),
-            "finish_reason": rollouts.finish_reason[row],
-        }
-        for row in range(n)
-    ]
+    target = schema(SEQUENCES, provenance)
+    return pa.table([columns[name] for name in target.names], schema=target)
 
 
 def place_table(step: int, places: Places, provenance: dict[str, str]) -> pa.Table:
@@ -127,5 +117,6 @@ def _category(sequence: Ints, names: Any) -> pa.Array:
     return pa.DictionaryArray.from_arrays(codes, pa.array(kinds.tolist(), pa.string()))
 
 
-def _version(value: Any) -> int | None:
-    return None if value == UNKNOWN_VERSION else int(value)
+def _constant(version: int, count: int) -> pa.Array:
+    unknown = np.full(count, version == UNKNOWN_VERSION)
+    return pa.array(np.full(count, version), pa.int64(), mask=unknown)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ STAGING = ".staging"
 """Folder inside the analysis folder where tables are collected until all are written."""
 SCHEMA_VERSION = "1"
 """Additive changes keep it; a reader refuses a newer one."""
+_GROUP_ROWS = 131072
 
 
 def schema(columns: Iterable[Column], provenance: Mapping[str, str]) -> pa.Schema:
@@ -58,9 +61,67 @@ def write_table(table: pa.Table, path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, path, compression="zstd", row_group_size=131072)
+        pq.write_table(table, path, compression="zstd", row_group_size=_GROUP_ROWS)
     except OSError as error:
         raise output_error(path, error) from None
+
+
+class TableWriter:
+    """Context that writes one Parquet file as its rows come, the bytes those of ``write_table`` with all of them.
+
+    Args:
+        path: the file.
+        columns: of the table.
+        provenance: kept in its schema.
+
+    Raises:
+        OutputError: here and from every method: the folder is full, read-only or otherwise not writable.
+    """
+
+    def __init__(self, path: Path, columns: Iterable[Column], provenance: Mapping[str, str]) -> None:
+        self.rows, self._path = 0, path
+        self._pending = [schema(columns, provenance).empty_table()]
+        self._file: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> TableWriter:
+        try:
+            self._file = pq.ParquetWriter(self._path, self._pending[0].schema, compression="zstd")
+        except OSError as error:
+            raise output_error(self._path, error) from None
+        return self
+
+    def add(self, table: pa.Table) -> None:
+        """Take in rows; whole row groups are written at once, so that less than one is held."""
+        self.rows += table.num_rows
+        self._pending.append(table)
+        held = sum(part.num_rows for part in self._pending)
+        if held >= _GROUP_ROWS:
+            self._write(held - held % _GROUP_ROWS)
+
+    def _write(self, rows: int) -> None:
+        table = pa.concat_tables(self._pending).combine_chunks()
+        self._pending = [table.slice(rows)]
+        try:
+            assert self._file is not None
+            self._file.write_table(table.slice(0, rows), row_group_size=_GROUP_ROWS)
+        except OSError as error:
+            raise output_error(self._path, error) from None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._file is not None
+        if kind is not None:
+            with contextlib.suppress(OSError):  # what goes wrong now is no news
+                self._file.close()
+            return
+        left = sum(part.num_rows for part in self._pending)
+        if left or not self.rows:
+            self._write(left)
+        try:
+            self._file.close()
+        except OSError as wrong:
+            raise output_error(self._path, wrong) from None
 
 
 def read_rows(path: Path) -> pa.Table:

@@ -1,4 +1,4 @@
-"""``--target-precision``: each step scored a growing sample of its prompt groups at a time, until its ESS is decided."""
+"""``--target-precision``: a growing sample of each step's prompt groups is scored until its ESS is decided."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mismatch_probe.run import Ints, Run
 from mismatch_probe.scoring.scores import StepScores, joined
 from mismatch_probe.stats.intervals import Interval
 from mismatch_probe.stats.stopping import look_confidence, look_sizes, why_stop
-from mismatch_probe.stats.summary import ess_interval
+from mismatch_probe.stats.summary import judged_ess
 from mismatch_probe.updates import MAX_TOKENS
 
 
@@ -88,7 +88,7 @@ class Sampler:
         order = np.random.default_rng([self._judgement.seed, plan.step.index, 5]).permutation(groups)
         place_in_order = np.empty(groups, dtype=np.int64)
         place_in_order[order] = np.arange(groups)
-        # Halves by the order of drawing: whatever look is the last, they are equal, and earlier looks' stay as they are.
+        # Halves by the order of drawing: equal at whatever look is the last, and never changed by a later one.
         place = place_in_order[group]
         sizes = look_sizes(groups) or (0,)
         confidence = look_confidence(self._judgement.confidence, len(sizes))
@@ -143,7 +143,7 @@ class Sampler:
             return Interval(float("nan"))
         rule = judgement.rule
         ratios = {"lag": data.split.lag, "discrepancy": data.split.discrepancy, "total": data.split.log_ratio}
-        return ess_interval(ratios[rule.ratio], data.levels, rule.level, judgement.over(data.levels.n_groups))
+        return judged_ess(ratios[rule.ratio], data.levels, rule.level, judgement.over(data.levels.n_groups))
 
     def saved(self) -> str:
         """One sentence: what was left unscored."""

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from polgrad.diagnostics import logprob_mismatch
 
+from mismatch_probe.stats.bias import discrepancy_bias_sums
 from mismatch_probe.stats.kl import k_terms
 from mismatch_probe.stats.ratios import Levels, group_log_means, sequence_sums, split
 from tests.planted import log_softmax
@@ -67,3 +68,11 @@ def test_k_estimators_recover_a_planted_kl() -> None:
     terms = k_terms((p - mu)[drawn])
     assert terms["k1"].mean() == pytest.approx(truth, rel=0.01)
     assert terms["k3"].mean() == pytest.approx(truth, rel=0.01)
+
+
+def test_tokens_without_an_id_are_in_no_place_of_the_bias_vector() -> None:
+    values, half = np.log([0.5, 0.25, 2.0]), np.array([0, 1, 1])
+    sums, tokens = discrepancy_bias_sums(values, np.array([3, -1, 0]), half, 4)
+    assert sums.tolist() == [[0, 0, 0, 0.5], [-1.0, 0, 0, 0]] and tokens.tolist() == [1, 1]
+    sums, tokens = discrepancy_bias_sums(values, np.full(3, -1), half, 0)
+    assert sums.shape == (2, 0) and not tokens.any()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from mismatch_probe.stats import intervals as intervals_module
 from mismatch_probe.stats.ess import ess_from_sums
 from mismatch_probe.stats.intervals import (
     IDENTITY,
@@ -153,3 +154,29 @@ def test_tokens_taken_for_independent_would_not_cover() -> None:
         values, _ = simulated(32, rng, 0.1, 0.1)
         naive += abs(values.mean()) <= 1.96 * values.std() / math.sqrt(len(values))
     assert naive / 300 < 0.7
+
+
+@pytest.mark.parametrize("entries", [1 << 22, 40, 1])
+def test_resamples_drawn_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
+    values = np.random.default_rng(0).normal(size=(12, 3))
+    sums = np.stack([np.full(12, 3.0), values.sum(axis=1)], axis=1)
+    whole = ClusterIntervals(12, resamples=200, method="percentile").interval(sums, mean)
+    monkeypatch.setattr(intervals_module, "_ENTRIES", entries)
+    parts = ClusterIntervals(12, resamples=200, method="percentile").interval(sums, mean)
+    assert (parts.low, parts.high) == pytest.approx((whole.low, whole.high), rel=1e-12)
+
+
+def test_resamples_of_many_groups_follow_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn one by one: each resample has G groups, each group is in it once on average, with variance 1 - 1/G."""
+    drawn = np.concatenate(ClusterIntervals(5000, resamples=50)._counts)
+    assert drawn.shape == (50, 5000) and (drawn.sum(axis=1, dtype=np.int64) == 5000).all()
+    assert drawn.astype(float).var() == pytest.approx(1 - 1 / 5000, rel=0.02)
+    values = np.random.default_rng(1).normal(size=5000)
+    sums = np.stack([np.ones(5000), values], axis=1)
+    ends = []
+    for many in (4096, 1 << 20):
+        monkeypatch.setattr(intervals_module, "_MANY", many)
+        found = ClusterIntervals(5000, resamples=1000, method="percentile").interval(sums, mean)
+        ends.append((found.low, found.high))
+    assert ends[0] == pytest.approx(ends[1], abs=0.15 * (ends[1][1] - ends[1][0]))
+    assert ends[0] == pytest.approx(values.mean() + np.array([-1.96, 1.96]) / math.sqrt(5000), abs=0.003)

@@ -51,7 +51,7 @@ def discrepancy_bias_sums(discrepancy: Floats, token_ids: Ints, half: Ints, voca
     """Sums of one-sample estimates of mu - pi_s, (2, V), and tokens, (2,), by half of the prompt groups.
 
     With a drawn from mu, (1 - pi_s(a)/mu(a)) e_a has the mean mu - pi_s, wherever mu covers pi_s: only the sampled
-    token's log-probs are needed. Null discrepancies are left out.
+    token's log-probs are needed. Null discrepancies and unknown tokens (ids below 0) are left out.
 
     Args:
         discrepancy: D, nats, (n,).
@@ -59,11 +59,11 @@ def discrepancy_bias_sums(discrepancy: Floats, token_ids: Ints, half: Ints, voca
         half: 0 or 1, (n,).
         vocab_size: V.
     """
-    known = ~np.isnan(discrepancy)
+    known = ~np.isnan(discrepancy) & (token_ids >= 0)
     excess = -np.expm1(discrepancy[known])
-    sums = np.zeros((2, vocab_size))
-    np.add.at(sums, (half[known], token_ids[known]), excess)
-    return sums, np.bincount(half[known], minlength=2).astype(np.int64)
+    cell = half[known] * vocab_size + token_ids[known]
+    sums = np.bincount(cell, weights=excess, minlength=2 * vocab_size).astype(np.float64, copy=False)
+    return sums.reshape(2, vocab_size), np.bincount(half[known], minlength=2).astype(np.int64)
 
 
 def sampled_total_variation(discrepancy: Floats) -> Floats:

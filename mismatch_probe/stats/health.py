@@ -30,16 +30,23 @@ def weight_health(ratio: str, log_weights: Floats, levels: Levels) -> dict[str, 
     """
     values: dict[str, float] = {}
     for level, units in level_log_weights(log_weights, levels).items():
-        values[f"pareto_k_{ratio}_{level}"] = pareto_k(units)
-        values[f"perplexity_ess_{ratio}_{level}"] = perplexity_ess(units)
-        values[f"max_weight_share_{ratio}_{level}"] = max_weight_share(units)
-        values[f"chi_square_{ratio}_{level}"] = chi_square(units)
-        values[f"second_moment_{ratio}_{level}"] = second_moment(units)
+        values |= {f"{name}_{ratio}_{level}": value for name, value in unit_health(units).items()}
     known = np.abs(log_weights[~np.isnan(log_weights)])
     if len(known):
         values[f"share_beyond_ln2_{ratio}"] = float((known > math.log(2)).mean())
         values[f"share_outside_band_{ratio}"] = float((known > math.log(1.25)).mean())
     return values
+
+
+def unit_health(log_weights: Floats) -> dict[str, float]:
+    """Tail and giants of the weights of units, nats, (n,), NaN = null."""
+    return {
+        "pareto_k": pareto_k(log_weights),
+        "perplexity_ess": perplexity_ess(log_weights),
+        "max_weight_share": max_weight_share(log_weights),
+        "chi_square": chi_square(log_weights),
+        "second_moment": second_moment(log_weights),
+    }
 
 
 def predicted_sequence_ess(log_weights: Floats, levels: Levels) -> float:
@@ -57,7 +64,12 @@ def predicted_sequence_ess(log_weights: Floats, levels: Levels) -> float:
     """
     known = log_weights[~np.isnan(log_weights)]
     present = len(np.unique(levels.sequence[~np.isnan(log_weights)]))
-    return math.exp(-len(known) / present * float(known.var())) if present else math.nan
+    return two_line_law(len(known) / present, float(known.var())) if present else math.nan
+
+
+def two_line_law(length: float, variance: float) -> float:
+    """exp(-T s^2) from the mean length T, tokens, and the variance of a token's log-ratio, nats^2."""
+    return math.exp(-length * variance)
 
 
 def length_at_half_ess(log_weights: Floats) -> float:
@@ -70,7 +82,9 @@ def length_at_half_ess(log_weights: Floats) -> float:
         Tokens; infinite where the log-ratio does not vary, NaN without tokens.
     """
     known = log_weights[~np.isnan(log_weights)]
-    if not len(known):
-        return math.nan
-    variance = float(known.var())
+    return half_length(float(known.var())) if len(known) else math.nan
+
+
+def half_length(variance: float) -> float:
+    """ln 2 / s^2, tokens, from the variance of a token's log-ratio, nats^2; infinite at 0."""
     return math.log(2) / variance if variance else math.inf

@@ -13,6 +13,7 @@ from functools import cached_property
 from statistics import NormalDist
 
 import numpy as np
+import numpy.typing as npt
 
 from mismatch_probe.stats.student import t_cdf, t_quantile
 from mismatch_probe.stats.types import Floats, Ints
@@ -24,6 +25,9 @@ MIN_GROUPS_BCA = 10
 """Fewest prompt groups for which the acceleration of BCa is more than noise; below it the interval is percentile."""
 _NORMAL = NormalDist()
 _TINY = 1e-15
+_ENTRIES = 1 << 22
+"""Counts of groups in resamples that are drawn and multiplied at once."""
+_MANY = 4096
 
 
 @dataclass(frozen=True)
@@ -91,11 +95,26 @@ class ClusterIntervals:
         self._seed, self._resamples = seed, resamples
 
     @cached_property
-    def _counts(self) -> Floats:
-        """How often each group is in each resample, (B, G)."""
+    def _counts(self) -> list[npt.NDArray[np.integer]]:
+        """How often each group is in each resample, (B, G) in all, some resamples at a time."""
         generator = np.random.default_rng(self._seed)
-        shares = np.full(self.n_groups, 1.0 / max(1, self.n_groups))
-        return generator.multinomial(self.n_groups, shares, size=self._resamples).astype(np.float64)
+        groups, kind = self.n_groups, np.min_scalar_type(self.n_groups)
+        at_once = max(1, _ENTRIES // max(1, groups))
+
+        def drawn(rows: int) -> npt.NDArray[np.integer]:
+            if groups <= _MANY:
+                return generator.multinomial(groups, np.full(groups, 1.0 / max(1, groups)), size=rows)
+            # The same law; of many groups it is ten times as quick to draw each.
+            cells = generator.integers(groups, size=(rows, groups)) + groups * np.arange(rows)[:, None]
+            return np.bincount(cells.ravel(), minlength=rows * groups).reshape(rows, groups)
+
+        starts = range(0, self._resamples, at_once)
+        return [drawn(min(at_once, self._resamples - start)).astype(kind) for start in starts]
+
+    def _replicates(self, sums: Floats, statistic: Statistic) -> Floats:
+        """Finite values of the statistic over the resamples."""
+        replicates = statistic(np.concatenate([counts.astype(np.float64) @ sums for counts in self._counts]))
+        return replicates[np.isfinite(replicates)]
 
     def interval(self, sums: Floats, statistic: Statistic, scale: Scale = IDENTITY) -> Interval:
         """Value and interval of ``statistic``.
@@ -125,8 +144,7 @@ class ClusterIntervals:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             if (sums[:, 0] != 0).sum() < 2:
                 return math.nan
-            replicates = statistic(self._counts @ sums)
-            replicates = replicates[np.isfinite(replicates)]
+            replicates = self._replicates(sums, statistic)
             return float(replicates.mean() - statistic(sums.sum(axis=0))) if len(replicates) else math.nan
 
     def mean_intervals(self, counts: Floats, sums: Floats) -> tuple[Floats, Floats]:
@@ -171,8 +189,7 @@ class ClusterIntervals:
         return Interval(value, low, high, method="jackknife", share_below=share_below)
 
     def _bootstrap(self, value: float, sums: Floats, statistic: Statistic, without_one: Floats) -> Interval:
-        replicates = statistic(self._counts @ sums)
-        replicates = np.sort(replicates[np.isfinite(replicates)])
+        replicates = np.sort(self._replicates(sums, statistic))
         if not len(replicates):
             return Interval(value, reason="no finite resample")
         bias = acceleration = 0.0

@@ -8,6 +8,7 @@ logged log-probs are those that sampled and the sampler's sequences cover the tr
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +24,8 @@ NEARLY_EQUAL = 0.9
 """ESS as a share of n from which weights count as nearly equal, whatever their tail."""
 WIDEST_MASS = 0.2
 """Widest interval of a mean weight that still counts as knowing it."""
-_CHUNK = 512
-"""Places whose sums over groups are held at once."""
+_ENTRIES = 1 << 20
+"""Sums over groups, of all places together, that are held at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,17 @@ class Places:
     weighted_kl: Floats
 
 
+@dataclass(frozen=True, eq=False)
+class Place:
+    """One place of the responses: ``row`` (k,) of the sequences with a token there, and those tokens' ``log_ratio`` and
+    ``kl`` (k,), nats.
+    """
+
+    row: Ints
+    log_ratio: Floats
+    kl: Floats
+
+
 def audit_places(log_ratio: Floats, kl: Floats, levels: Levels, intervals: ClusterIntervals) -> Places:
     """Follow the running weight through the responses.
 
@@ -63,28 +75,67 @@ def audit_places(log_ratio: Floats, kl: Floats, levels: Levels, intervals: Clust
     Args:
         log_ratio: d = log pi - log mu of each counted token, in order within its sequence, nats, (n,).
         kl: a divergence at the prefix of each token, nats, (n,).
-        levels: which sequence and group each token belongs to.
+        levels: which sequence and group each token belongs to; the tokens of a sequence stand together.
         intervals: over prompt groups.
     """
-    log_weight, divergence, group = _padded(log_ratio, kl, levels)
-    here = ~np.isnan(divergence)
-    weight = np.exp(log_weight)
-    low, high = _mean_intervals(weight, group, intervals)
-    n = len(weight)
-    effective = np.array([ess(column) * n for column in log_weight.T])
-    shape = np.array([pareto_k(column) for column in log_weight.T])
+    whole = np.ones(levels.n_sequences, dtype=np.bool_)
+    whole[levels.sequence[np.isnan(log_ratio)]] = False
+    counts = np.bincount(levels.sequence, minlength=levels.n_sequences)
+    whole &= counts > 0
+    starts, lengths = (np.cumsum(counts) - counts)[whole], counts[whole]
+
+    def places() -> Iterator[Place]:
+        for place in range(int(lengths.max(initial=0))):
+            row = np.flatnonzero(lengths > place)
+            at = starts[row] + place
+            yield Place(row, log_ratio[at], kl[at])
+
+    return audit(places(), levels.group_of_sequence[whole], intervals)
+
+
+def audit(places: Iterable[Place], group: Ints, intervals: ClusterIntervals) -> Places:
+    """The same, place by place: memory grows with sequences and places, not with tokens.
+
+    Args:
+        places: in order; a row that ends does not come back.
+        group: prompt group of each sequence, none of them with a null log-ratio, (S,).
+        intervals: over prompt groups.
+    """
+    n = len(group)
+    log_weight = np.zeros(n)
+    found: list[tuple[float, ...]] = []
+    ends = _MeanIntervals(group, intervals)
+    for place in places:
+        weight = np.exp(log_weight)
+        ends.add(weight)
+        alive, known = weight[place.row], ~np.isnan(place.kl)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            prefix = float(np.divide(place.kl[known].sum(), known.sum()))
+        found.append(
+            (
+                float(len(place.row)),
+                float(weight.sum()) / n,
+                ess(log_weight) * n,
+                pareto_k(log_weight),
+                prefix,
+                float(alive[known].sum()) / n,
+                float(np.nansum(alive * place.kl)) / n,
+            )
+        )
+        # Exclusive: the token at t is not yet in the weight of its own prefix.
+        log_weight[place.row] += place.log_ratio
+    return _places(np.array(found).reshape(-1, 7), *ends.found(), n)
+
+
+def _places(found: Floats, low: Floats, high: Floats, n: int) -> Places:
+    alive, mean, effective, shape, prefix, alive_mass, weighted_kl = found.T
     # Pareto k knows no scale: weights of 1 +- 0.001 can have a large one, and re-weight next to nothing.
     tame = ((shape < pareto_k_limit(n)) | (effective >= NEARLY_EQUAL * n)) & (effective >= MIN_EFFECTIVE_SEQUENCES)
-    known_mass = (low <= 1) & (high >= 1) & (high - low <= WIDEST_MASS)
-    alive_mass = (weight * here).sum(axis=0) / max(1, n)
-    weighted_kl = np.nansum(weight * divergence, axis=0) / max(1, n)
+    identifiable = tame & (low <= 1) & (high >= 1) & (high - low <= WIDEST_MASS)
     with np.errstate(invalid="ignore", divide="ignore"):
-        prefix = np.nansum(divergence, axis=0) / here.sum(axis=0)
         full = weighted_kl / alive_mass
-    mean = weight.sum(axis=0) / max(1, n)
-    identifiable = tame & known_mass
     return Places(
-        alive=here.sum(axis=0).astype(np.int64),
+        alive=alive.astype(np.int64),
         mean_weight=mean,
         mean_weight_low=low,
         mean_weight_high=high,
@@ -134,36 +185,30 @@ def _first(mask: Bools) -> int | None:
     return int(np.argmax(mask)) if mask.any() else None
 
 
-def _padded(log_ratio: Floats, kl: Floats, levels: Levels) -> tuple[Floats, Floats, Ints]:
-    """Of sequences without nulls: log W_t (S, T), carried on past the end; KL (S, T), NaN there; group (S,)."""
-    whole = np.ones(levels.n_sequences, dtype=np.bool_)
-    whole[levels.sequence[np.isnan(log_ratio)]] = False
-    counts = np.bincount(levels.sequence, minlength=levels.n_sequences)
-    whole &= counts > 0
-    row = np.cumsum(whole) - 1
-    keep = whole[levels.sequence]
-    width = int(counts[whole].max(initial=0))
-    starts = np.cumsum(counts) - counts
-    place = np.arange(len(levels.sequence)) - starts[levels.sequence]
-    ratio = np.zeros((int(whole.sum()), width))
-    divergence = np.full(ratio.shape, np.nan)
-    at = (row[levels.sequence[keep]], place[keep])
-    ratio[at] = log_ratio[keep]
-    divergence[at] = kl[keep]
-    # Exclusive: the token at t is not yet in the weight of its own prefix.
-    return np.cumsum(ratio, axis=1) - ratio, divergence, levels.group_of_sequence[whole]
+class _MeanIntervals:
+    """Interval of the mean weight at each place, from sums over groups of some places at a time."""
 
+    def __init__(self, group: Ints, intervals: ClusterIntervals) -> None:
+        self._group, self._intervals = group, intervals
+        self._counts = np.bincount(group, minlength=intervals.n_groups).astype(np.float64)
+        self._at_once = max(1, _ENTRIES // max(1, intervals.n_groups))
+        self._sums: list[Floats] = []
+        self._ends: list[tuple[Floats, Floats]] = [(np.zeros(0), np.zeros(0))]
 
-def _mean_intervals(weight: Floats, group: Ints, intervals: ClusterIntervals) -> tuple[Floats, Floats]:
-    """Interval of the mean weight at each place, (T,) twice; NaN with fewer than two groups."""
-    low, high = np.full(weight.shape[1], np.nan), np.full(weight.shape[1], np.nan)
-    if len(np.unique(group)) < 2:
-        return low, high
-    counts = np.zeros(intervals.n_groups)
-    np.add.at(counts, group, 1.0)
-    for start in range(0, weight.shape[1], _CHUNK):
-        span = slice(start, start + _CHUNK)
-        sums = np.zeros((intervals.n_groups, weight[:, span].shape[1]))
-        np.add.at(sums, group, weight[:, span])
-        low[span], high[span] = intervals.mean_intervals(counts, sums)
-    return low, high
+    def add(self, weight: Floats) -> None:
+        """Weights at the next place, (S,)."""
+        sums = np.bincount(self._group, weights=weight, minlength=self._intervals.n_groups)
+        self._sums.append(sums.astype(np.float64, copy=False))
+        if len(self._sums) == self._at_once:
+            self._close()
+
+    def found(self) -> tuple[Floats, Floats]:
+        """Lower and upper ends, (T,) each; NaN with fewer than two groups."""
+        if self._sums:
+            self._close()
+        low, high = zip(*self._ends, strict=True)
+        return np.concatenate(low), np.concatenate(high)
+
+    def _close(self) -> None:
+        self._ends.append(self._intervals.mean_intervals(self._counts, np.stack(self._sums, axis=1)))
+        self._sums = []

@@ -1,11 +1,10 @@
 """Looking at a growing sample of prompt groups until the answer is decided, without spoiling its interval.
 
 The looks are fixed beforehand: FIRST groups, then twice as many each time, then all. With K looks the interval of each
-is made at confidence 1 - (1 - c) / K, so that all K of them hold together with confidence c (Bonferroni; Dunn 1961), and
-with them the one at which sampling stops, whatever made it stop. SAFETY divides the permitted error once more: with heavy
-weights an ESS is held less often than its interval says, and stopping picks such moments. In a simulation the interval at
-which sampling stopped then held the step's full answer in 93 to 100 % of the runs (docs/benchmarks.md), without it in 84
-to 99 %.
+is made at confidence 1 - (1 - c) / K, so that all K of them hold together with confidence c (Bonferroni; Dunn 1961),
+and with them the one at which sampling stops, whatever made it stop. SAFETY divides the permitted error once more: with
+heavy weights an ESS is held less often than its interval says, and stopping picks such moments. How often the interval
+at which sampling stops holds the full answer is in docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from mismatch_probe.stats.bias import (
-    MeanBias,
-    cosine,
-    discrepancy_bias_sums,
-    mean_bias,
-    sampled_total_variation,
-)
+from mismatch_probe.stats.bias import MeanBias, cosine, discrepancy_bias_sums, mean_bias
 from mismatch_probe.stats.ess import ess_from_sums
 from mismatch_probe.stats.health import length_at_half_ess, level_log_weights, predicted_sequence_ess, weight_health
 from mismatch_probe.stats.intervals import (
@@ -22,38 +17,13 @@ from mismatch_probe.stats.intervals import (
     LOG_MINUS_LOG,
     ClusterIntervals,
     Interval,
-    Scale,
-    Statistic,
     group_sums,
     mean,
-    root_mean,
 )
-from mismatch_probe.stats.kl import k_terms
 from mismatch_probe.stats.positions import Places, audit_places, full_kl
-from mismatch_probe.stats.ratios import Levels, Split, drop_nulls, sequence_sums
+from mismatch_probe.stats.ratios import Levels, drop_nulls, sequence_sums
+from mismatch_probe.stats.terms import PARTS, RATIOS, VOCABULARY, StepTokens, statistic_of, terms
 from mismatch_probe.stats.types import Floats, Ints
-
-
-@dataclass(frozen=True, eq=False)
-class StepTokens:
-    """The counted tokens of one step; arrays (n,), nats, NaN = null.
-
-    ``half`` is 0 or 1, by prompt group. ``bias_lag_sums`` (2, V) and ``bias_lag_tokens`` (2,) are the exact lag bias
-    summed over each half, None when it was not computed.
-    """
-
-    split: Split
-    levels: Levels
-    half: Ints
-    token_id: Ints
-    kl_stale_trainer: Floats
-    kl_trainer_stale: Floats
-    total_variation: Floats
-    same_top: Floats
-    entropy_stale: Floats
-    entropy_trainer: Floats
-    bias_lag_sums: Floats | None
-    bias_lag_tokens: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,57 +84,63 @@ def _summarise(tokens: StepTokens, intervals: ClusterIntervals, previous: BiasVe
 
 def _moments(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, Interval]:
     """Means over tokens: signed, absolute and squared parts, KL estimates, mass audit, exact vocabulary sums."""
-    parts = {"discrepancy": tokens.split.discrepancy, "lag": tokens.split.lag, "log_ratio": tokens.split.log_ratio}
-    terms: dict[str, tuple[Floats, Statistic, Scale]] = {}
-    for name, values in parts.items():
-        terms[f"{name}_mean"] = (values, mean, IDENTITY)
-        terms[f"{name}_mean_abs"] = (np.abs(values), mean, LOG)
-        terms[f"{name}_rms"] = (np.square(values), root_mean, LOG)
-    for name in ("discrepancy", "log_ratio"):
-        for estimator, estimate in k_terms(parts[name]).items():
-            terms[f"{name}_{estimator}"] = (estimate, mean, IDENTITY if estimator == "k1" else LOG)
-    for name, values in parts.items():
-        terms[f"{name}_mean_weight"] = (np.exp(values), mean, IDENTITY)
-    terms["bias_discrepancy_tv"] = (sampled_total_variation(tokens.split.discrepancy), mean, LOG)
-    terms["bias_lag_tv"] = (tokens.total_variation, mean, LOG)
-    terms["prefix_kl_stale_trainer"] = (tokens.kl_stale_trainer, mean, LOG)
-    terms["prefix_kl_trainer_stale"] = (tokens.kl_trainer_stale, mean, LOG)
-    terms["top1_agreement"] = (tokens.same_top, mean, IDENTITY)
-    terms["entropy_stale"] = (tokens.entropy_stale, mean, LOG)
-    terms["entropy_trainer"] = (tokens.entropy_trainer, mean, LOG)
     out = {}
-    for name, (values, statistic, scale) in terms.items():
-        known, group = drop_nulls(values, tokens.levels.group)
-        out[name] = intervals.interval(group_sums([known], group, intervals.n_groups), statistic, scale)
-    return {**out, **_sequence_kl(tokens, intervals)}
+    for source in (*PARTS, *VOCABULARY):
+        known, group = drop_nulls(tokens.of(source), tokens.levels.group)
+        for name, values in terms(source, known).items():
+            sums = group_sums([values], group, intervals.n_groups)
+            out[name] = intervals.interval(sums, *statistic_of(name))
+    whole = {source: sequence_sums(tokens.of(source), tokens.levels) for source in SEQUENCE_KL}
+    return {**out, **sequence_kl(whole, tokens.levels.group_of_sequence, intervals)}
 
 
-def _sequence_kl(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, Interval]:
-    """KL of whole responses by the chain rule: sums over a response of what its tokens or prefixes contribute."""
-    sums = {
-        "discrepancy_sequence_kl": (-tokens.split.discrepancy, IDENTITY),
-        "log_ratio_sequence_kl": (-tokens.split.log_ratio, IDENTITY),
-        "prefix_kl_sequence_stale_trainer": (tokens.kl_stale_trainer, LOG),
-    }
+SEQUENCE_KL = {
+    "discrepancy": ("discrepancy_sequence_kl", -1.0, IDENTITY),
+    "log_ratio": ("log_ratio_sequence_kl", -1.0, IDENTITY),
+    "kl_stale_trainer": ("prefix_kl_sequence_stale_trainer", 1.0, LOG),
+}
+"""Columns that are the mean over responses of a sum over their tokens, by what is summed; its sign and scale."""
+
+
+def sequence_kl(sums: Mapping[str, Floats], group: Ints, intervals: ClusterIntervals) -> dict[str, Interval]:
+    """KL of whole responses by the chain rule: sums over a response of what its tokens or prefixes contribute.
+
+    Args:
+        sums: of each sequence, (S,), NaN = null, by SEQUENCE_KL's keys.
+        group: prompt group of each sequence, (S,).
+        intervals: over prompt groups.
+    """
     out = {}
-    for name, (values, scale) in sums.items():
-        known, group = drop_nulls(sequence_sums(values, tokens.levels), tokens.levels.group_of_sequence)
-        out[name] = intervals.interval(group_sums([known], group, intervals.n_groups), mean, scale)
+    for source, (name, sign, scale) in SEQUENCE_KL.items():
+        known, of = drop_nulls(sign * sums[source], group)
+        out[name] = intervals.interval(group_sums([known], of, intervals.n_groups), mean, scale)
     return out
 
 
 def _ess(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, tuple[Interval, float]]:
     """ESS of the lag, discrepancy and total ratio at token, sequence and prompt level, and its small-sample bias."""
     out = {}
-    for ratio, log_weights in _ratios(tokens).items():
-        for level, values in level_log_weights(log_weights, tokens.levels).items():
-            sums = _ess_sums(values, tokens.levels, level)
-            interval = intervals.interval(sums, ess_from_sums, LOG_MINUS_LOG)
-            out[f"ess_{ratio}_{level}"] = interval, intervals.bootstrap_bias(sums, ess_from_sums)
+    levels, group_of = tokens.levels, _groups_of(tokens.levels)
+    for ratio, part in RATIOS.items():
+        for level, values in level_log_weights(tokens.of(part), levels).items():
+            sums = weight_sums(values, group_of[level], intervals.n_groups)
+            out[f"ess_{ratio}_{level}"] = ess_interval(sums, intervals)
     return out
 
 
-def ess_interval(log_weights: Floats, levels: Levels, level: str, intervals: ClusterIntervals) -> Interval:
+def weight_sums(log_weights: Floats, group: Ints, n_groups: int) -> Floats:
+    """Count, sum of w and sum of w^2 of each group, (G, 3), scaled by the largest weight; NaN entries are left out."""
+    known, of = drop_nulls(log_weights, group)
+    weights = np.exp(known - known.max()) if len(known) else known
+    return group_sums([weights, np.square(weights)], of, n_groups)
+
+
+def ess_interval(sums: Floats, intervals: ClusterIntervals) -> tuple[Interval, float]:
+    """ESS with its interval, and its small-sample bias, from ``weight_sums``."""
+    return intervals.interval(sums, ess_from_sums, LOG_MINUS_LOG), intervals.bootstrap_bias(sums, ess_from_sums)
+
+
+def judged_ess(log_weights: Floats, levels: Levels, level: str, intervals: ClusterIntervals) -> Interval:
     """ESS of one ratio at one level, as in the steps table, with its interval; NaN = null.
 
     Args:
@@ -173,27 +149,23 @@ def ess_interval(log_weights: Floats, levels: Levels, level: str, intervals: Clu
         level: token, sequence or prompt.
         intervals: over the prompt groups.
     """
-    values = level_log_weights(log_weights, levels)[level]
-    return intervals.interval(_ess_sums(values, levels, level), ess_from_sums, LOG_MINUS_LOG)
+    group = _groups_of(levels)[level]
+    return ess_interval(weight_sums(level_log_weights(log_weights, levels)[level], group, levels.n_groups), intervals)[
+        0
+    ]
 
 
-def _ess_sums(values: Floats, levels: Levels, level: str) -> Floats:
-    """Count, sum w and sum w^2 of each prompt group, (G, 3), up to a common factor of w."""
+def _groups_of(levels: Levels) -> dict[str, Ints]:
+    """Prompt group of each token, sequence and prompt group."""
     groups = np.arange(levels.n_groups, dtype=np.int64)
-    group_of = {"token": levels.group, "sequence": levels.group_of_sequence, "prompt": groups}
-    known, group = drop_nulls(values, group_of[level])
-    weights = np.exp(known - known.max()) if len(known) else known
-    return group_sums([weights, np.square(weights)], group, levels.n_groups)
-
-
-def _ratios(tokens: StepTokens) -> dict[str, Floats]:
-    return {"lag": tokens.split.lag, "discrepancy": tokens.split.discrepancy, "total": tokens.split.log_ratio}
+    return {"token": levels.group, "sequence": levels.group_of_sequence, "prompt": groups}
 
 
 def _health(tokens: StepTokens) -> dict[str, float]:
     """Tails and giants of the weights at each level, and the two-line law."""
     values: dict[str, float] = {}
-    for ratio, log_weights in _ratios(tokens).items():
+    for ratio, part in RATIOS.items():
+        log_weights = tokens.of(part)
         values.update(weight_health(ratio, log_weights, tokens.levels))
         values[f"predicted_ess_{ratio}_sequence"] = predicted_sequence_ess(log_weights, tokens.levels)
     values["discrepancy_half_ess_length"] = length_at_half_ess(tokens.split.discrepancy)
@@ -202,27 +174,30 @@ def _health(tokens: StepTokens) -> dict[str, float]:
 
 def _bias(tokens: StepTokens, previous: BiasVectors) -> tuple[dict[str, float], BiasVectors]:
     """The mean bias vectors: exact for the lag, from the sampled tokens for the discrepancy."""
-    values: dict[str, float] = {}
-    vectors: dict[str, Floats | None] = {"lag": None, "discrepancy": None}
-    estimates: dict[str, MeanBias] = {}
+    lag = discrepancy = None
     vocab_size = int(tokens.token_id.max(initial=-1)) + 1
     if tokens.bias_lag_sums is not None and tokens.bias_lag_tokens.any():
         vocab_size = tokens.bias_lag_sums.shape[1]
-        estimates["lag"] = mean_bias(tokens.bias_lag_sums, tokens.bias_lag_tokens)
+        lag = mean_bias(tokens.bias_lag_sums, tokens.bias_lag_tokens)
     sums, counts = discrepancy_bias_sums(tokens.split.discrepancy, tokens.token_id, tokens.half, vocab_size)
     if counts.any():
-        estimates["discrepancy"] = mean_bias(sums, counts)
-    for part, before in (("lag", previous.lag), ("discrepancy", previous.discrepancy)):
-        estimate = estimates.get(part)
-        if estimate is None:
-            continue
-        vectors[part] = estimate.vector
-        values[f"bias_{part}_norm"] = estimate.norm
-        values[f"bias_{part}_noise"] = estimate.noise
-        values[f"bias_{part}_split_half_cosine"] = estimate.split_half_cosine
-        if before is not None:
-            values[f"bias_{part}_cosine_previous"] = cosine(*_same_length(estimate.vector, before))
-    return values, BiasVectors(vectors["lag"], vectors["discrepancy"])
+        discrepancy = mean_bias(sums, counts)
+    values = bias_values("lag", lag, previous.lag) | bias_values("discrepancy", discrepancy, previous.discrepancy)
+    return values, BiasVectors(*(None if found is None else found.vector for found in (lag, discrepancy)))
+
+
+def bias_values(part: str, found: MeanBias | None, before: Floats | None) -> dict[str, float]:
+    """Columns of a mean bias vector, and of its cosine with that of the step before; none where it is not known."""
+    if found is None:
+        return {}
+    values = {
+        f"bias_{part}_norm": found.norm,
+        f"bias_{part}_noise": found.noise,
+        f"bias_{part}_split_half_cosine": found.split_half_cosine,
+    }
+    if before is not None:
+        values[f"bias_{part}_cosine_previous"] = cosine(*_same_length(found.vector, before))
+    return values
 
 
 def _same_length(one: Floats, two: Floats) -> tuple[Floats, Floats]:

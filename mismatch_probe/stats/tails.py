@@ -8,7 +8,8 @@ import numpy as np
 
 from mismatch_probe.stats.types import Floats
 
-_LARGEST_LOG = math.log(np.finfo(np.float64).max)
+LARGEST_LOG = math.log(np.finfo(np.float64).max)
+"""Nats beyond which a weight is none in float64."""
 MIN_WEIGHTS = 25
 """Fewest weights that leave five in the tail."""
 
@@ -30,17 +31,28 @@ def pareto_k(log_weights: Floats) -> float:
         k, or NaN where there are fewer than 25 weights or the tail's weights tie; infinite
         where one weight dwarfs the others beyond float64.
     """
-    known = np.sort(log_weights[~np.isnan(log_weights)])
-    n = len(known)
+    known = log_weights[~np.isnan(log_weights)]
+    cut = len(known) - tail_length(len(known)) - 1
+    return math.nan if cut < 0 else tail_shape(np.partition(known, cut)[cut:], len(known))
+
+
+def tail_length(n: int) -> int:
+    """How many of n weights are fitted."""
+    return math.floor(3 * math.sqrt(n)) if n > 225 else n // 5
+
+
+def tail_shape(largest: Floats, n: int) -> float:
+    """``pareto_k`` from the largest of n log-weights alone, in any order: ``tail_length(n) + 1`` of them, or more."""
     if n < MIN_WEIGHTS:
         return math.nan
-    tail = math.floor(3 * math.sqrt(n)) if n > 225 else n // 5
-    weights = np.exp(known[-tail - 1 :] - known[-1])
+    tail = tail_length(n)
+    known = np.sort(largest)[-tail - 1 :]
+    weights = np.exp(known - known[-1])
     excess = weights[1:] - weights[0]
     quartile = math.floor(tail / 4 + 0.5) - 1
     if excess[quartile] <= np.finfo(float).tiny:
         # Ties with the cut-off leave no scale to fit. Without ties the largest dwarfs the rest beyond float64.
-        return math.nan if known[-tail + quartile] == known[-tail - 1] else math.inf
+        return math.nan if known[quartile + 1] == known[0] else math.inf
     return _shape(excess)
 
 
@@ -91,7 +103,7 @@ def second_moment(log_weights: Floats) -> float:
         return math.nan
     peak = float(known.max())
     log_mean = 2 * peak + math.log(float(np.square(np.exp(known - peak)).mean()))
-    return math.exp(log_mean) if log_mean < _LARGEST_LOG else math.nan
+    return math.exp(log_mean) if log_mean < LARGEST_LOG else math.nan
 
 
 def _shares(log_weights: Floats) -> Floats:
