@@ -7,14 +7,16 @@ from types import ModuleType
 
 import numpy as np
 
-from mismatch_probe.diagnosis import scans
+from mismatch_probe.diagnosis import scans, semantics
 from mismatch_probe.diagnosis.evidence import Evidence
 from mismatch_probe.diagnosis.finding import Diagnosis, Finding, NotTestable, Result
 
 Check = Callable[[Evidence], Result]
 
-FAMILY_MODULES: tuple[ModuleType, ...] = (scans,)
+FAMILY_MODULES: tuple[ModuleType, ...] = (scans, semantics)
 """Modules with PAGES and CHECKS, in the order in which the checks run: what makes numbers meaningless first."""
+BEFORE_SCANS: tuple[Check, ...] = (semantics.check_truncation,)
+"""Checks that look a first time before the scans, which would take what they see for something else."""
 
 
 def diagnose(evidence: Evidence, checks: Sequence[Check] | None = None) -> Diagnosis:
@@ -27,7 +29,7 @@ def diagnose(evidence: Evidence, checks: Sequence[Check] | None = None) -> Diagn
     found: list[Finding] = []
     not_testable: list[NotTestable] = []
     whole = evidence
-    for check in checks or [check for module in FAMILY_MODULES for check in module.CHECKS]:
+    for check in checks or [*BEFORE_SCANS, *(check for module in FAMILY_MODULES for check in module.CHECKS)]:
         result = check(evidence)
         found.extend(result.findings)
         not_testable.extend(result.not_testable)
