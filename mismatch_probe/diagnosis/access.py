@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from mismatch_probe.checkpoints.compare import WeightComparison, compare_checkpoints
+from mismatch_probe.checkpoints.config import Config, read_config
+from mismatch_probe.checkpoints.tensors import open_tensors
 from mismatch_probe.diagnosis.evidence import Evidence
 from mismatch_probe.diagnosis.scan import Candidate
 from mismatch_probe.diagnosis.scanning import as_sequences
@@ -65,3 +68,19 @@ class RunWeights:
         if pair not in self._compared:
             self._compared[pair] = compare_checkpoints(a.path, b.path, self._base)
         return self._compared[pair]
+
+    def tensors(self, candidate: Candidate) -> Mapping[str, Tensor]:
+        """Its tensors by Hugging Face name, each read when it is asked for.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return open_tensors(candidate.path, self._base)
+
+    def config(self, candidate: Candidate) -> Config:
+        """Its config.json, None without one.
+
+        Raises:
+            CheckpointError: it is no JSON object.
+        """
+        return read_config(candidate.path, self._base)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +14,10 @@ from mismatch_probe.stats.intervals import ClusterIntervals, group_sums
 from mismatch_probe.stats.intervals import mean as cluster_mean
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mismatch_probe.checkpoints.compare import WeightComparison
+    from mismatch_probe.checkpoints.config import Config
     from mismatch_probe.diagnosis.scan import Candidate, Fit, Scan
 
 CAP = 2.0
@@ -94,6 +97,12 @@ class Weights(Protocol):
 
     def compare(self, a: Candidate, b: Candidate) -> WeightComparison:
         """The two, tensor by tensor and config field by field; where both are one, equal in all."""
+
+    def tensors(self, candidate: Candidate) -> Mapping[str, Tensor]:
+        """Its tensors by Hugging Face name, each read when it is asked for."""
+
+    def config(self, candidate: Candidate) -> Config:
+        """Its config.json, None without one."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +20,15 @@ LEAST = 0.002
 
 @dataclass(frozen=True)
 class Candidate:
-    """Weights that the sampler may have held: ``version`` None where they have no number, such as a reference model."""
+    """Weights that the sampler may have held: ``version`` None where they have no number, such as a reference model.
+
+    ``whose`` says where the run has checkpoints of both: "sampler" or "trainer".
+    """
 
     name: str
     version: int | None
     path: Path
+    whose: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,24 +96,6 @@ class Fit:
     tokens: int
 
 
-def shifted(sequence: Ints, sampler: Floats, stale: Floats, shift: int) -> Floats:
-    """D when the log-prob logged at place p belongs to the token at p + shift, at the places of the log, (m,).
-
-    Args:
-        sequence: of each token; a shift never leaves its sequence, (m,).
-        sampler: as logged, (m,).
-        stale: as rescored, (m,).
-        shift: in tokens.
-    """
-    if not shift:
-        return stale - sampler
-    out = np.full(len(stale), np.nan)
-    log, token = (slice(None, -shift), slice(shift, None)) if shift > 0 else (slice(-shift, None), slice(None, shift))
-    same = sequence[log] == sequence[token]
-    out[log][same] = stale[token][same] - sampler[log][same]
-    return out
-
-
 def unshifted(evidence: Evidence, shift: int, among: Bools) -> Floats:
     """The log's values moved to the tokens that they belong to, for the tokens ``among``; others as they are, (m,)."""
     sequence = evidence.tokens.sequence
@@ -122,48 +106,72 @@ def unshifted(evidence: Evidence, shift: int, among: Bools) -> Floats:
     return np.where(among, moved, evidence.tokens.sampler)
 
 
-class _StepReadings:
-    """D of one step's tokens, or of those ``among``, under any reading, (n,); NaN where it is not known.
+class Window:
+    """The scanned sequences of one step: |D| of their tokens under any reading.
 
-    Tokens lie sequence after sequence, so those of a step are one run of places.
+    ``at`` (n,) are the places of all their tokens, ascending; ``slot`` (n,) where each is in the scan, -1 for nowhere.
+
+    Args:
+        evidence: the run.
+        scan: its scan.
+        mine: the log's places that count, (m,), of one step.
     """
 
-    def __init__(self, evidence: Evidence, scan: Scan, step: int, among: Bools | None) -> None:
-        mine = np.flatnonzero(evidence.step_of_token == step)
-        self._at = slice(int(mine[0]), int(mine[-1]) + 1) if len(mine) else slice(0, 0)
-        self._scan, self._size = scan, len(mine)
-        self._sequence = evidence.tokens.sequence[self._at]
-        self._sampler = evidence.tokens.sampler[self._at]
-        wanted = evidence.usable if among is None else evidence.usable & among
+    def __init__(self, evidence: Evidence, scan: Scan, mine: Bools) -> None:
+        tokens, first = evidence.tokens, evidence.sequences.first
+        inside = np.flatnonzero(mine[scan.tokens])
+        rows = np.unique(tokens.sequence[scan.tokens[inside]])
+        spans = [np.arange(first[row], first[row + 1]) for row in rows]
+        self.at: Ints = np.concatenate([np.zeros(0, dtype=np.int64), *spans]).astype(np.int64)
+        known = np.flatnonzero(np.isin(scan.tokens, self.at))
+        self.slot = np.full(len(self.at), -1, dtype=np.int64)
+        self.slot[np.searchsorted(self.at, scan.tokens[known])] = known
+        self.sequence, self.group = tokens.sequence[self.at], evidence.group_of_token[self.at]
         # A masked token's log-prob says nothing, and a place that a shift brings in from outside is not counted either.
-        self._wanted = wanted[self._at]
-        self.group = evidence.group_of_token[self._at]
-        low, high = np.searchsorted(scan.tokens, (self._at.start, self._at.stop))
-        self._inside = slice(int(low), int(high))
-        self._place = scan.tokens[self._inside] - self._at.start
-        self.claimed = scan.claimed[self._inside]
+        self._counts = mine[self.at] & evidence.usable[self.at]
+        self._sampler, self._scan = tokens.sampler[self.at], scan
+        self.tried = np.flatnonzero(~np.isnan(scan.logprob[:, scan.declared][:, inside]).all(axis=1))
 
-    def choices(self) -> Iterator[Choice]:
-        """Readings to try; a candidate that is the claimed one at every token is that reading already."""
-        named = np.unique(self.claimed)
-        everywhere = int(named[0]) if len(named) == 1 else None
-        tried = np.flatnonzero(~np.isnan(self._scan.logprob[:, 0, self._inside]).all(axis=1))
-        for temperature, shift in product(range(len(self._scan.temperatures)), SHIFTS):
-            yield Choice(None, temperature, shift)
-            yield from (Choice(int(c), temperature, shift) for c in tried if c != everywhere)
+    def source(self, shift: int) -> tuple[Bools, Ints]:
+        """Log places whose token at p + ``shift`` was scanned, (n,), and where those tokens are in the scan."""
+        places = np.arange(len(self.at)) + shift
+        inside = (places >= 0) & (places < len(self.at))
+        places = np.clip(places, 0, max(0, len(self.at) - 1))
+        slot = np.where(inside & (self.sequence[places] == self.sequence), self.slot[places], -1)
+        there = self._counts & (slot >= 0)
+        return there, slot[there]
 
-    def capped(self, choice: Choice) -> Floats:
-        """|D|, at most CAP each."""
-        logprob = self._scan.logprob[:, choice.temperature, self._inside]
-        if choice.candidate is None:
-            own = logprob[self.claimed, np.arange(len(self.claimed))]
-            found = np.where(self.claimed >= 0, own, np.nan)
-        else:
-            found = logprob[choice.candidate]
-        stale = np.full(self._size, np.nan)
-        stale[self._place] = found
-        difference = shifted(self._sequence, self._sampler, stale, choice.shift)
-        return np.where(self._wanted, np.minimum(np.abs(difference), CAP), np.nan)
+    def gaps(self, shift: int) -> Floats:
+        """Mean capped |D| of each reading at one shift, (1 + K, T): as claimed first, NaN where nothing is known."""
+        there, slot = self.source(shift)
+        sampler, scan = self._sampler[there], self._scan
+        out = np.full((1 + len(scan.candidates), len(scan.temperatures)), np.nan)
+        if not len(slot):
+            return out
+        named = scan.claimed[slot] >= 0
+        claimed = scan.logprob[scan.claimed[slot[named]], :, slot[named]].T  # (T, n)
+        out[0] = _means(claimed[None] - sampler[named])[0]
+        out[1 + self.tried] = _means(scan.logprob[self.tried][:, :, slot] - sampler)
+        return out
+
+    def absolute(self, choice: Choice) -> Floats:
+        """Capped |D| under one reading, (n,), NaN where it is unknown."""
+        there, slot = self.source(choice.shift)
+        scan = self._scan
+        candidate = scan.claimed[slot] if choice.candidate is None else np.full(len(slot), choice.candidate)
+        found = scan.logprob[candidate, choice.temperature, slot]
+        out = np.full(len(self.at), np.nan)
+        out[there] = np.where(candidate >= 0, np.minimum(np.abs(found - self._sampler[there]), CAP), np.nan)
+        return out
+
+
+def _means(difference: Floats) -> Floats:
+    """Mean capped |D| over the last axis, NaN left out."""
+    known = ~np.isnan(difference)
+    total = np.minimum(np.abs(difference), CAP, where=known, out=np.zeros_like(difference)).sum(axis=-1)
+    count = known.sum(axis=-1)
+    out: Floats = np.divide(total, count, where=count > 0, out=np.full(total.shape, np.nan))
+    return out
 
 
 def fit_step(evidence: Evidence, scan: Scan, step: int, among: Bools | None = None) -> Fit | None:
@@ -172,23 +180,24 @@ def fit_step(evidence: Evidence, scan: Scan, step: int, among: Bools | None = No
     Every combination of version, temperature and shift is tried. One with more changes is taken only where it leaves
     at most BETTER of the gap that the best one with fewer changes leaves, by LEAST nats, and beyond sampling error.
     """
-    readings = _StepReadings(evidence, scan, step, among)
-    absolute = {choice: readings.capped(choice) for choice in readings.choices()}
-    gaps = {choice: _mean(found) for choice, found in absolute.items()}
-    gaps = {choice: gap for choice, gap in gaps.items() if not np.isnan(gap)}
+    mine = evidence.step_of_token == step
+    window = Window(evidence, scan, mine if among is None else mine & among)
+    gaps = _readings(scan, window)
     claimed = Choice(None, scan.declared, 0)
     if not gaps:
         return None
     best = claimed if claimed in gaps else min(gaps, key=lambda choice: (choice.changes(scan.declared), gaps[choice]))
     ends = (0.0, 0.0)
     for changes in range(1, 4):
-        for rival in sorted((c for c in gaps if c.changes(scan.declared) == changes), key=lambda c: gaps[c]):
-            # Only the best of its kind matters: it is the one to beat what is simpler.
-            if gaps[rival] <= BETTER * gaps[best] and gaps[best] - gaps[rival] >= LEAST:
-                found = _difference(absolute[best], absolute[rival], readings.group)
-                if not found[0] <= 0:
-                    best, ends = rival, found
-            break
+        rivals = [choice for choice in gaps if choice.changes(scan.declared) == changes]
+        if not rivals:
+            continue
+        # Only the best of its kind matters: it is the one to beat what is simpler.
+        rival = min(rivals, key=lambda choice: gaps[choice])
+        if gaps[rival] <= BETTER * gaps[best] and gaps[best] - gaps[rival] >= LEAST:
+            found = mean_difference(window.absolute(best), window.absolute(rival), window.group)
+            if not found[0] <= 0:
+                best, ends = rival, found
     others = [
         gap
         for choice, gap in gaps.items()
@@ -196,17 +205,25 @@ def fit_step(evidence: Evidence, scan: Scan, step: int, among: Bools | None = No
         and choice.candidate is not None
         and choice.candidate != best.candidate
     ]
-    compared = int((~np.isnan(absolute[best])).sum())
+    compared = int((~np.isnan(window.absolute(best))).sum())
     before = gaps.get(claimed, float("nan"))
     return Fit(step, best, before, gaps[best], *ends, min(others, default=float("nan")), compared)
 
 
-def _mean(values: Floats) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else float("nan")
+def _readings(scan: Scan, window: Window) -> dict[Choice, float]:
+    """The gap of every reading; a candidate that is the claimed one at every token is that reading already."""
+    named = np.unique(scan.claimed[window.slot[window.slot >= 0]])
+    everywhere = int(named[0]) if len(named) == 1 else None
+    found: dict[Choice, float] = {}
+    for shift in SHIFTS:
+        for (row, temperature), gap in np.ndenumerate(window.gaps(shift)):
+            candidate = None if row == 0 else int(row) - 1
+            if not np.isnan(gap) and (candidate is None or candidate != everywhere):
+                found[Choice(candidate, int(temperature), shift)] = float(gap)
+    return found
 
 
-def _difference(before: Floats, after: Floats, group: Ints) -> tuple[float, float]:
+def mean_difference(before: Floats, after: Floats, group: Ints) -> tuple[float, float]:
     """95 % interval of mean ``before`` - ``after`` over the tokens that both know, by prompt groups."""
     known = ~np.isnan(before) & ~np.isnan(after)
     names, number = np.unique(group[known], return_inverse=True)

@@ -18,6 +18,8 @@ from mismatch_probe.run import Bools, CheckpointPattern, Floats, Ints, Ragged, R
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5)
 EXTRA_NAMES = ("reference", "ref", "base", "initial", "teacher", "init")
 """Folders beside the versions that may hold weights which a sampler got by mistake."""
+BASE_NAME = "the base model"
+"""The model below checkpoints that are adapters."""
 SHARE = 0.2
 """A scan sends at most this share of the tokens through networks that decompose sends, where that is enough."""
 _FEW = 8
@@ -65,21 +67,22 @@ def find_candidates(run: Run) -> list[Candidate]:
     """Every checkpoint that is there: the sampler's and the trainer's versions, the base, named ones beside them."""
     found: dict[Path, Candidate] = {}
 
-    def add(name: str, version: int | None, path: Path | None) -> None:
+    def add(name: str, version: int | None, path: Path | None, whose: str = "") -> None:
         if path is not None and path.exists():
-            found.setdefault(path.resolve(), Candidate(name, version, path))
+            found.setdefault(path.resolve(), Candidate(name, version, path, whose))
 
-    own = run.sampler_checkpoints is not None
-    for pattern, whose in ((run.sampler_checkpoints, "the sampler's "), (run.trainer_checkpoints, "")):
+    both = run.sampler_checkpoints is not None
+    for pattern, whose in ((run.sampler_checkpoints, "sampler"), (run.trainer_checkpoints, "trainer")):
         if pattern is None:
             continue
         for version in pattern.versions():
-            add(f"{'the trainer’s ' if own and not whose else whose}version {version}", version, pattern.path(version))
+            name = f"the {whose}'s version {version}" if both else f"version {version}"
+            add(name, version, pattern.path(version), whose if both else "")
         for name, path in _beside(pattern):
             add(name, None, path)
     add("version 0", 0, run.initial)
     # An adapter's base is scored as a model of its own: without the adapter.
-    add("the base model", None, run.adapter_base)
+    add(BASE_NAME, None, run.adapter_base)
     return list(found.values())
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from mismatch_probe.diagnosis.catalogue import Page
 from mismatch_probe.diagnosis.evidence import Evidence
 from mismatch_probe.diagnosis.finding import Finding, NotTestable, Number, Result, Severity
+from mismatch_probe.diagnosis.origins import is_base, label_stands_still, stranger_of, twins
 from mismatch_probe.diagnosis.scan import Candidate, Fit, Scan, fit_step, unshifted
-from mismatch_probe.diagnosis.words import nats, steps_of
+from mismatch_probe.diagnosis.words import listed, nats, steps_of
 
 PAGES = (
     Page(
@@ -52,6 +53,16 @@ PAGES = (
         "Log-probs of the claimed version that fit better than that model's.",
         "Find out which weights were published to the engine last: on resume the actor must come after the reference.",
         ("THUDM/slime#1695", "THUDM/slime#2380", "verl-project/verl#3516"),
+    ),
+    Page(
+        "MP214",
+        "the adapter is not applied",
+        "The engine sampled from the base model: the adapter was not sent to it yet, or none of its modules was bound.",
+        "The version scan has its minimum at the base model without an adapter, at the first step or at all of them.",
+        "Log-probs of base and adapter that fit better than those of the base alone.",
+        "Send the adapter before the first rollout and after every wake-up; check the engine's log for modules that it "
+        "left out, and compare one response with and without the adapter.",
+        ("verl-project/verl#3541", "verl-project/verl#3516"),
     ),
     Page(
         "MP401",
@@ -147,20 +158,31 @@ class _Report:
             )
 
     def versions(self) -> Iterable[Finding]:
-        """MP201, MP202 and MP204."""
+        """MP201, MP202, MP204, MP214 and MP705."""
         found = [fit for fit in self._fits if fit.choice.candidate is not None]
-        strangers = [fit for fit in found if self._candidate(fit).version is None]
-        for number in sorted({fit.choice.candidate for fit in strangers if fit.choice.candidate is not None}):
-            fits = [fit for fit in strangers if fit.choice.candidate == number]
-            yield self._finding(
-                "MP204",
-                fits,
-                f"{self._where(fits)}: the tokens were sampled by {self._scan.candidates[number].name}, not by "
-                f"version {self._claims(fits)}; mean |D| {self._before(fits)} falls to {self._after(fits)}",
-            )
-        versioned = [fit for fit in found if self._candidate(fit).version is not None]
+        claimed = {fit.step: self._claimed(fit) for fit in self._fits}
+        numbers = sorted({fit.choice.candidate for fit in found if fit.choice.candidate is not None})
+        strangers = {
+            number: stranger_of(self._scan, self._evidence.weights, self._fits, number, claimed) for number in numbers
+        }
+        for stranger in sorted({number for number in strangers.values() if number is not None}):
+            fits = [fit for fit in found if strangers[fit.choice.candidate or 0] == stranger]
+            yield self._stranger(fits, stranger)
+        versioned = [fit for fit in found if strangers[fit.choice.candidate or 0] is None]
         if versioned:
             yield self._older(versioned)
+
+    def _stranger(self, fits: list[Fit], stranger: int) -> Finding:
+        model = self._scan.candidates[stranger]
+        equal = [self._scan.candidates[twin] for twin in twins(self._scan, self._evidence.weights, stranger)]
+        alike = [f"version {twin.version}" for twin in equal if twin.version is not None]
+        name = f"{model.name} (equal to {listed(alike)})" if alike else model.name
+        fall = f"mean |D| {self._before(fits)} falls to {self._after(fits)}"
+        if is_base(model):
+            adapter = f"the adapter of version {self._claims(fits)}"
+            return self._finding("MP214", fits, f"{self._where(fits)}: the tokens fit {name} without {adapter}; {fall}")
+        text = f"{self._where(fits)}: the tokens were sampled by {name}, not by version {self._claims(fits)}; {fall}"
+        return self._finding("MP204", fits, text)
 
     def _older(self, fits: list[Fit]) -> Finding:
         offsets = {fit.step: (self._candidate(fit).version or 0) - self._claimed(fit) for fit in fits}
@@ -173,9 +195,30 @@ class _Report:
             text = f"{self._where(fits)} best matches version = label {offset:+d}: labels are offset by it; {fall}"
             return self._finding("MP201", fits, text)
         held = sorted({self._candidate(fit).version or 0 for fit in fits})
+        by_step = sorted((fit.step, self._claimed(fit), self._candidate(fit).version or 0) for fit in fits)
+        if label_stands_still(*(np.array(column) for column in list(zip(*by_step, strict=True))[1:])):
+            return self._finding("MP705", fits, self._frozen_label(fits, fall))
         which = f"version {held[0]}" if len(held) == 1 else f"versions {held[0]} to {held[-1]}"
         text = f"{self._where(fits)}: the engine really sampled from {which}, claimed {self._claims(fits)}; {fall}"
         return self._finding("MP202", fits, text)
+
+    def _frozen_label(self, fits: list[Fit], fall: str) -> str:
+        """What staleness is by the record and by what was found, over the counted tokens of those steps."""
+        tokens = self._evidence.tokens
+        mine = tokens.counted & np.isin(self._evidence.step_of_token, [fit.step for fit in fits])
+        recorded = (tokens.trainer_version - tokens.claimed)[mine & (tokens.trainer_version >= 0)]
+        held = {fit.step: self._candidate(fit).version or 0 for fit in fits}
+        found = np.array([held[int(step)] for step in self._evidence.step_of_token[mine]])
+        inferred = (tokens.trainer_version[mine] - found)[tokens.trainer_version[mine] >= 0]
+        versions = sorted(held.values())
+        text = (
+            f"{self._where(fits)}: recorded version {self._claims(fits)}, inferred {versions[0]} to {versions[-1]}, so "
+            f"the label stands still while the sampler moves; {fall}"
+        )
+        if not len(recorded):
+            return text
+        parts = (f"{v.min()} / {v.mean():.3g} / {v.max()}" for v in (recorded, inferred))
+        return text + "; staleness a token (min / mean / max) {} as recorded, {} as inferred".format(*parts)
 
     def _finding(self, code: str, fits: Sequence[Fit], summary: str) -> Finding:
         worst = max(fits, key=lambda fit: fit.gap_claimed - fit.gap)

@@ -28,8 +28,8 @@ PAGES = (
     Page(
         "MP404",
         "the sampled tokens do not fit the logged distribution",
-        "Sampling went through a temperature, top-p or another transform, and both sides log raw log-probs: every ratio "
-        "is 1, and none of them is that of the distribution that drew the tokens.",
+        "Sampling went through a temperature, top-p or another transform, and both sides log raw log-probs: every "
+        "ratio is 1, and none of them is that of the distribution that drew the tokens.",
         "Sampled tokens are more (or less) probable than their distribution's entropy allows: the mean of "
         "-log mu - H differs from 0.",
         "The mean of -log mu - H over all sampled responses, none of them dropped, within its error of 0.",
@@ -53,6 +53,9 @@ _MASS = 0.002
 """Mean weights this close to 1 are rounding's."""
 _CALIBRATION_Z, _CALIBRATION = 5.0, 0.05
 _PENALTY_Z, _PENALTY = 5.0, 0.02
+_EXPLAINED = 0.2
+"""Mean |D|, nats, above which something larger is wrong: these signatures then mean nothing."""
+_UNEXPLAINED = "a larger gap is left unexplained"
 
 
 def check_truncation(evidence: Evidence) -> Result:
@@ -77,8 +80,8 @@ def check_truncation(evidence: Evidence) -> Result:
         f"{' and '.join(declared)} declared" if declared else "none declared, so the settings that are logged are wrong"
     )
     summary = (
-        f"sampling was cut ({said}): {percent(float((known < limit).mean()))} of tokens have D < {nats(limit)}, and the "
-        f"mean weight is {weight:.3f} [{low:.3f}, {high:.3f}]: the bias is one-sided, and ESS cannot see it"
+        f"sampling was cut ({said}): {percent(float((known < limit).mean()))} of tokens have D < {nats(limit)}, and "
+        f"the mean weight is {weight:.3f} [{low:.3f}, {high:.3f}]: the bias is one-sided, and ESS cannot see it"
     )
     chosen = usable & (discrepancy < -limit)
     finding = Finding(
@@ -102,6 +105,8 @@ def check_truncation(evidence: Evidence) -> Result:
 def check_calibration(evidence: Evidence) -> Result:
     """Whether the sampled tokens were drawn from the distribution whose log-probs are logged."""
     tokens = evidence.tokens
+    if evidence.gap() > _EXPLAINED:
+        return Result(not_testable=(NotTestable(("MP404",), _UNEXPLAINED),))
     if evidence.settings.filtered:
         return Result(not_testable=(NotTestable(("MP404",), f"rows were dropped ({evidence.settings.filtered})"),))
     surprise = -tokens.stale - tokens.entropy
@@ -126,6 +131,8 @@ def check_calibration(evidence: Evidence) -> Result:
 
 def check_penalties(evidence: Evidence) -> Result:
     """D at ids that occurred before against D at new ones."""
+    if evidence.gap() > _EXPLAINED:
+        return Result(not_testable=(NotTestable(("MP405",), _UNEXPLAINED),))
     seen = _seen_before(evidence)
     discrepancy, usable = evidence.discrepancy, evidence.usable
     if min((usable & seen).sum(), (usable & ~seen).sum()) < _LEAST_TOKENS:
@@ -135,8 +142,8 @@ def check_penalties(evidence: Evidence) -> Result:
     if np.isnan(error) or abs(gap) < max(_PENALTY, _PENALTY_Z * error) or abs(again[0]) < 2 * abs(first[0]):
         return Result()
     summary = (
-        f"D is {again[0]:+.3f} [{again[1]:+.3f}, {again[2]:+.3f}] nats at ids that occurred before in their sequence and "
-        f"{first[0]:+.3f} [{first[1]:+.3f}, {first[2]:+.3f}] at new ones: a penalty on repeated tokens"
+        f"D is {again[0]:+.3f} [{again[1]:+.3f}, {again[2]:+.3f}] nats at ids that occurred before in their sequence "
+        f"and {first[0]:+.3f} [{first[1]:+.3f}, {first[2]:+.3f}] at new ones: a penalty on repeated tokens"
     )
     finding = Finding(
         "MP405",

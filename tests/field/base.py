@@ -172,6 +172,7 @@ def base(
     steps: int = STEPS,
     version: Callable[[int], int] = lambda step: step,
     size: float = UPDATE,
+    engine: Callable[[list[LlamaForCausalLM], int], LlamaForCausalLM] | None = None,
     **how: Any,
 ) -> FieldRun:
     """R0.
@@ -181,13 +182,15 @@ def base(
         steps: step k updates version k.
         version: which samples step k, and is what its rows claim.
         size: of an update, standard deviation of each weight.
+        engine: gives the model that really samples a step, from all versions and the step; None: that version.
         how: goes to ``sample``.
     """
     models = [make_model(seed)]
     for update in range(steps):
         models.append(nudged(models[-1], 1000 * (seed + 1) + update, size))
     rng = np.random.default_rng(seed)
-    rows = {step: make_rows(models[version(step)], step, version(step), rng, **how) for step in range(steps)}
+    really = engine or (lambda held, step: held[version(step)])
+    rows = {step: make_rows(really(models, step), step, version(step), rng, **how) for step in range(steps)}
     toml = {
         "name": "R0",
         "trainer_dtype": "float64",

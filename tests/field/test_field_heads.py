@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.field.base import codes, find
+from tests.field.case import Case, Variant, judge
+from tests.field.cases_heads import CASES
+
+SAMPLES = Path(__file__).resolve().parents[2] / "sample_data"
+
+
+@pytest.mark.parametrize(
+    ("case", "variant"),
+    [pytest.param(case, variant, id=f"{case.title}-{name}") for case in CASES for name, variant in case.variants()],
+)
+def test_the_right_cause_comes_first(case: Case, variant: Variant, tmp_path: Path) -> None:
+    judge(case, variant, tmp_path / "run")
+
+
+def test_the_recorded_fault_of_an_engine(tmp_path: Path) -> None:
+    run = shutil.copytree(SAMPLES / "broken_sync_run", tmp_path / "run")
+    diagnosis = find(run)
+    assert codes(diagnosis, least=0) == ["MP203"]
+    first = diagnosis.findings[0]
+    assert first.steps == (10, 20, 30, 40)
+    assert "body of version 20 with the output head of version 0" in first.summary
+    assert diagnosis.left is not None
+    assert diagnosis.left < 0.01
+
+
+@pytest.mark.parametrize("name", ["stale_run", "synced_run"])
+def test_healthy_recordings_raise_nothing(name: str, tmp_path: Path) -> None:
+    run = shutil.copytree(SAMPLES / name, tmp_path / "run")
+    assert codes(find(run)) == []

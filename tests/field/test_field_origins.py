@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.field.case import Case, Variant, judge
+from tests.field.cases_origins import CASES
+
+# peft warns of what transformers 5 has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.mark.parametrize(
+    ("case", "variant"),
+    [pytest.param(case, variant, id=f"{case.code}-{name}") for case in CASES for name, variant in case.variants()],
+)
+def test_the_right_cause_comes_first(case: Case, variant: Variant, tmp_path: Path) -> None:
+    judge(case, variant, tmp_path / "run")
