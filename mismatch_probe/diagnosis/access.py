@@ -14,7 +14,7 @@ from mismatch_probe.checkpoints.config import Config, read_config
 from mismatch_probe.checkpoints.tensors import open_tensors
 from mismatch_probe.diagnosis.evidence import Evidence
 from mismatch_probe.diagnosis.scan import Candidate
-from mismatch_probe.diagnosis.scanning import as_sequences
+from mismatch_probe.diagnosis.scored import as_sequences
 from mismatch_probe.run import Bools, Floats, Ragged
 
 

@@ -16,8 +16,8 @@ PAGES = (
         "a logged column is a copy, not evidence",
         "The trainer's log-probs in the dump are the sampler's, or the other way round, so their ratio is 1 and every "
         "metric of the gap between them reads 0 whatever the gap is.",
-        "Both columns are equal bit for bit at every token. Two computations never agree like that, unless both run the "
-        "same batch-invariant kernels.",
+        "Both columns are equal bit for bit at every token. Two computations never agree like that, unless both run "
+        "the same batch-invariant kernels.",
         "An engine and a trainer that are known to be bitwise equal, with the sampler at the trainer's own version.",
         "Log what the trainer computes under the weights of its step before the update, beside what the engine logged.",
         ("radixark/miles#1829", "verl-project/verl#7196"),
@@ -47,14 +47,15 @@ def check_copies(evidence: Evidence) -> Result:
     lagging = int((known & (tokens.claimed != tokens.trainer_version)).sum())
     gap = np.abs(tokens.trainer - tokens.sampler)[mine]
     rescored = float(np.nanmean(gap)) if (~np.isnan(gap)).any() else float("nan")
-    why = f", {lagging} of them from another version than the trainer's" if lagging else ""
+    why = f", {lagging:,} of them from another version than the trainer's" if lagging else ""
     return Result(
         (
             Finding(
                 "MP706",
                 Severity.ERROR if lagging else Severity.WARNING,
-                f"100 % of the logged trainer log-probs are bit-identical to the sampler's at {steps_of(copied, steps)} "
-                f"({count(int(mine.sum()), 'token')}{why}): this column is a copy, not evidence",
+                f"100 % of the logged trainer log-probs are bit-identical to the sampler's at "
+                f"{steps_of(copied, steps)} ({count(int(mine.sum()), 'token')}{why}): this column is a copy, "
+                "not evidence",
                 explains=float(mine.sum() / told.sum()),
                 numbers=(Number("mean |d| as rescored at those tokens", rescored, "nats"),),
                 steps=tuple(copied),

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from mismatch_probe.diagnosis.evidence import Evidence, Weights
-from mismatch_probe.diagnosis.rereading import WIDE
+from mismatch_probe.diagnosis.fine import WIDE
 from mismatch_probe.diagnosis.scan import BETTER, LEAST, Candidate, Scan
 from mismatch_probe.run import Floats, Ints
 from mismatch_probe.stats.intervals import ClusterIntervals, group_sums

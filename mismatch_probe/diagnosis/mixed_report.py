@@ -105,7 +105,7 @@ class MixedReport:
             f"{percent(float(older[~seen].mean()))} of those to new prompts; their mean |D| is "
             f"{nats(float(gap[seen & older].mean()))} against {nats(float(gap[~seen].mean()))}"
         )
-        text += _trend(mine, self._all())
+        text += trend(mine, self._all())
         order = np.argsort(-np.where(older, behind, -1), kind="stable")[:6]
         examples = [
             self._example(
@@ -178,7 +178,7 @@ def _span(behind: Floats) -> str:
     return count(low, "version") if low == high else f"{low} to {high} versions"
 
 
-def _trend(mine: list[tuple[int, float]], every: list[tuple[int, float]]) -> str:
+def trend(mine: list[tuple[int, float]], every: list[tuple[int, float]]) -> str:
     """How the gap of repeated prompts moves, and where it goes away again."""
     text = ""
     if len(mine) > 1 and mine[-1][1] > 1.2 * mine[0][1]:

@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from mismatch_probe.diagnosis.evidence import Evidence
+from mismatch_probe.diagnosis.fine import WIDE
 from mismatch_probe.diagnosis.scan import Candidate, Fit, Scan, fit_step
 from mismatch_probe.run import Bools, Floats, Ints
 
-WIDE = 0.02
-"""Mean |D| of a step, nats, above which it is looked at more closely: bfloat16 on both sides gives .012 to .014."""
 _APART, _LEAST = 1.5, 0.0067
 """Or above which it is, where so many times that of the best step; below, no reading could take enough away."""
 

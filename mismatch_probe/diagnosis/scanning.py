@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from mismatch_probe.diagnosis.evidence import CAP, Evidence
+from mismatch_probe.diagnosis.fine import FineTable
 from mismatch_probe.diagnosis.scan import Candidate, Scan
+from mismatch_probe.diagnosis.scored import Scorer, scores_of
 from mismatch_probe.errors import CheckpointError
-from mismatch_probe.run import Bools, CheckpointPattern, Floats, Ints, Ragged, Run
+from mismatch_probe.run import Bools, CheckpointPattern, Floats, Ints, Run
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5)
 EXTRA_NAMES = ("reference", "ref", "base", "initial", "teacher", "init")
@@ -25,42 +27,35 @@ SHARE = 0.2
 _FEW = 8
 """So many candidates are all tried finely; of more, those that the coarse pass leaves."""
 _BEST = 3
-
-
-class Scorer(Protocol):
-    """What turns sequences into log-probs under one candidate: ``scoring.candidates.CandidateScorer``."""
-
-    def score(
-        self, body: Path, prompt: Ragged, response: Ragged, wanted: Bools, temperatures: Sequence[float]
-    ) -> Scored:
-        """Log-probs and entropies at the wanted tokens, (T, n)."""
-
-
-class Scored(Protocol):
-    """What a scorer gives."""
-
-    @property
-    def logprob(self) -> Floats:
-        """(T, n), nats."""
-
-    @property
-    def entropy(self) -> Floats:
-        """(T, n), nats."""
+_PROBES = 8
+"""So many steps, evenly spaced, and as many that stand out, try all of many candidates; the others what did well."""
+_OUTSTANDING = 1.5
+_PREFIX = 64
+"""Response tokens of a sequence that the coarse pass takes."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens of a step that the coarse pass and the fine pass take."""
+    """Response tokens of a step that the coarse pass and the fine pass take."""
 
     coarse: int = 64
-    fine: int = 1024
+    fine: int = 256
 
     @classmethod
     def for_run(cls, tokens: int, steps: int, candidates: int) -> Budget:
-        """So that the scan adds at most SHARE to a decompose of ``tokens`` response tokens under two networks."""
-        share = SHARE * 2 * tokens / max(1, steps)
-        coarse = max(cls.coarse, int(0.5 * share / max(1, candidates)))
-        return cls(coarse, max(4 * coarse, int(0.5 * share / (_BEST + 1)), 256))
+        """So that the scans add at most SHARE to a decompose of ``tokens`` response tokens under two networks.
+
+        Few candidates are tried on no fewer tokens than the defaults, many on half as many: there the fine pass takes
+        a third of the share, a third goes to the coarse pass at a few steps, and a third to prompts and temperatures.
+        """
+        if candidates <= _FEW:
+            return cls(
+                cls.coarse, max(cls.fine, min(1024, int(SHARE * 2 * tokens / max(1, steps) / (2 * (_BEST + 1)))))
+            )
+        share = SHARE * 2 * tokens / 3
+        coarse = int(share / min(steps, _PROBES) / candidates)
+        fine = int(share / max(1, steps) / (_BEST + 1))
+        return cls(min(256, max(cls.coarse, coarse)), min(1024, max(cls.fine // 2, fine)))
 
 
 def find_candidates(run: Run) -> list[Candidate]:
@@ -113,30 +108,84 @@ def scan(
     grid = tuple(sorted({*TEMPERATURES, declared, evidence.settings.temperature}))
     chosen = {int(step): set(range(len(candidates))) for step in steps}
     if len(candidates) > _FEW:
-        coarse = _sample(evidence, worth, budget.coarse, seed)
+        probes = choose_probes(evidence, worth)
+        there = worth & np.isin(evidence.step_of_token, probes)
+        coarse = _sample(evidence, there, budget.coarse, seed, _PREFIX)
         found = [_coarsely(evidence, coarse, worth, candidate, declared, scorer) for candidate in candidates]
-        chosen = {int(step): _promising(evidence, found, named, int(step)) for step in steps}
+        promising = {step: _promising(evidence, found, named, step) for step in probes}
+        chosen = carry(candidates, {int(step): _named_at(evidence, named, int(step)) for step in steps}, promising)
     fine = _sample(evidence, worth, budget.fine, seed)
-    tokens = np.flatnonzero(fine & worth)
-    shape = (len(candidates), len(grid), len(tokens))
-    logprob, entropy = np.full(shape, np.nan), np.full(shape, np.nan)
-    unread: list[str] = []
-    for number, candidate in enumerate(candidates):
-        mine = np.isin(evidence.step_of_token, [step for step, tried in chosen.items() if number in tried])
-        if (fine & worth & mine).any():
-            at = mine[tokens]
-            try:
-                scores = _scores(evidence, fine & mine, worth, candidate, grid, scorer)
-            except CheckpointError as error:
-                unread.append(f"not tried in the scans: {error}")
-                continue
-            logprob[number][:, at], entropy[number][:, at] = scores.logprob, scores.entropy
-    declared_at = grid.index(declared)
-    return Scan(tuple(candidates), grid, declared_at, tokens, logprob, entropy, named[tokens], tuple(unread))
+    table = FineTable(evidence, candidates, grid, fine & worth, scorer)
+    table.fill_all(chosen, {int(step): _named_at(evidence, named, int(step)) for step in steps}, declared)
+    return Scan(
+        candidates=tuple(candidates),
+        temperatures=grid,
+        declared=grid.index(declared),
+        tokens=table.tokens,
+        logprob=table.logprob,
+        entropy=table.entropy,
+        claimed=named[table.tokens],
+        unread=tuple(table.unread),
+    )
+
+
+def choose_probes(evidence: Evidence, worth: Bools) -> list[int]:
+    """Steps at which every candidate is tried: some evenly spaced, and those whose gap as claimed stands out."""
+    steps = np.unique(evidence.step_of_token[worth])
+    even = steps[np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _PROBES)).astype(np.int64))]
+    gaps = np.array([evidence.gap(evidence.step_of_token == step) for step in steps])
+    if np.isnan(gaps).any():
+        return [int(step) for step in steps]
+    order = np.argsort(-gaps, kind="stable")
+    outstanding = [at for at in order[:_PROBES] if gaps[at] > _OUTSTANDING * np.median(gaps)]
+    return sorted({*map(int, even), *(int(steps[at]) for at in outstanding)})
+
+
+def carry(
+    candidates: Sequence[Candidate], named: Mapping[int, set[int]], promising: Mapping[int, set[int]]
+) -> dict[int, set[int]]:
+    """Candidates to try finely at every step: what did well at the steps that tried all, and what it means elsewhere.
+
+    Args:
+        candidates: all of them.
+        named: those that tokens of a step name, by step.
+        promising: the best of all, the very best first, by step that tried all.
+    """
+    place = {(one.whose, one.version): at for at, one in enumerate(candidates) if one.version is not None}
+    absolute: Counter[int] = Counter()
+    offset: Counter[int] = Counter()
+    for step, best in promising.items():
+        absolute.update(best - named[step])
+        own_versions = [v for own in named[step] if (v := candidates[own].version) is not None]
+        there = [v for at in best - named[step] if (v := candidates[at].version) is not None]
+        offset.update({v - own for v in there for own in own_versions})
+    often = {at for at, _ in absolute.most_common(_BEST)}
+    offsets = {-1, 1, *(by for by, _ in offset.most_common(_BEST))}
+    out = {}
+    for step, own in named.items():
+        if step in promising or not own:
+            out[step] = promising.get(step) or set().union(*promising.values())
+            continue
+        near = {
+            at
+            for one in own
+            for offset in offsets
+            if (version := candidates[one].version) is not None
+            and (at := place.get((candidates[one].whose, version + offset))) is not None
+        }
+        out[step] = own | near | often
+    return out
+
+
+def _named_at(evidence: Evidence, named: Ints, step: int) -> set[int]:
+    return {int(one) for one in np.unique(named[evidence.step_of_token == step]) if one >= 0}
 
 
 def _promising(evidence: Evidence, found: list[Floats], named: Ints, step: int) -> set[int]:
-    """Candidates worth a closer look at one step: the best of all its tokens, of single sequences, and the named."""
+    """Candidates worth a closer look at one step: the best of all its tokens, of single sequences, and the named.
+
+    Where the named one is best there are its neighbours besides, which is no news for other steps.
+    """
     mine = evidence.step_of_token == step
     gaps = np.array([np.minimum(np.abs(one - evidence.tokens.sampler), CAP)[mine] for one in found])  # (K, n)
     known = ~np.isnan(gaps).all(axis=0)
@@ -150,16 +199,21 @@ def _promising(evidence: Evidence, found: list[Floats], named: Ints, step: int) 
     return {*map(int, order[:_BEST]), *map(int, often), *(int(c) for c in np.unique(named[mine]) if c >= 0)}
 
 
-def _sample(evidence: Evidence, worth: Bools, most: int, seed: int) -> Bools:
-    """Tokens of whole sequences, about ``most`` of those ``worth`` it in each step, (m,); every group in turn."""
+def _sample(evidence: Evidence, worth: Bools, most: int, seed: int, prefix: int | None = None) -> Bools:
+    """Tokens of whole sequences, or of their ``prefix``, about ``most`` of those ``worth`` it in each step, (m,).
+
+    Every prompt group in turn: few groups would make wide intervals.
+    """
     rng = np.random.default_rng(seed)
+    if prefix is not None:
+        worth = worth & (evidence.tokens.position < prefix)
     sequences = evidence.sequences
     size = np.bincount(evidence.tokens.sequence, weights=worth, minlength=len(sequences))
     kept = np.zeros(len(sequences), dtype=np.bool_)
     for step in np.unique(sequences.step):
         rows = np.flatnonzero((sequences.step == step) & (size > 0))
         rows = rows[rng.permutation(len(rows))]
-        # The first of every group, then the second of every group: few groups would make wide intervals.
+        # The first of every group, then the second of every group.
         turn = np.zeros(len(rows), dtype=np.int64)
         seen: dict[int, int] = {}
         for at, row in enumerate(rows):
@@ -167,7 +221,7 @@ def _sample(evidence: Evidence, worth: Bools, most: int, seed: int) -> Bools:
             turn[at] = seen[group] = seen.get(group, -1) + 1
         rows = rows[np.argsort(turn, kind="stable")]
         kept[rows[: 1 + int(np.searchsorted(np.cumsum(size[rows]), most))]] = True
-    return kept[evidence.tokens.sequence]
+    return kept[evidence.tokens.sequence] & (worth if prefix is not None else True)
 
 
 def _coarsely(
@@ -176,25 +230,5 @@ def _coarsely(
     """Log-probs at their places, NaN elsewhere and everywhere where the candidate cannot be loaded, (m,)."""
     out = np.full(len(evidence.tokens), np.nan)
     with suppress(CheckpointError):  # tried again in the fine pass only where the run names it, and told there
-        out[chosen & worth] = _scores(evidence, chosen, worth, candidate, (temperature,), scorer).logprob[0]
+        out[chosen & worth] = scores_of(evidence, chosen, worth, candidate, (temperature,), scorer).logprob[0]
     return out
-
-
-def _scores(
-    evidence: Evidence, chosen: Bools, worth: Bools, candidate: Candidate, grid: Sequence[float], scorer: Scorer
-) -> Scored:
-    prompt, response, wanted = as_sequences(evidence, chosen, worth)
-    return scorer.score(candidate.path, prompt, response, wanted, grid)
-
-
-def as_sequences(evidence: Evidence, chosen: Bools, worth: Bools) -> tuple[Ragged, Ragged, Bools]:
-    """Prompts and responses of the sequences that hold chosen tokens, and which of their tokens are wanted.
-
-    Wanted tokens come in the order of the evidence, so log-probs of them fit ``chosen & worth``.
-    """
-    rows = np.unique(evidence.tokens.sequence[chosen])
-    mine = np.isin(evidence.tokens.sequence, rows)
-    first, ids = evidence.sequences.first, evidence.tokens.token_id
-    prompt = Ragged.of([evidence.sequences.prompt_ids[row] for row in rows])
-    response = Ragged.of([ids[first[row] : first[row + 1]] for row in rows])
-    return prompt, response, (chosen & worth)[mine]

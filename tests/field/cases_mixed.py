@@ -40,6 +40,50 @@ def repeats(
 
 
 @torch.no_grad()
+def from_cache(
+    then: LlamaForCausalLM, now: LlamaForCausalLM, prompt: list[int], step: int, rng: np.random.Generator
+) -> list[dict[str, Any]]:
+    """Four responses under ``now`` that go on from the states ``then`` left of the prompt, its last token aside."""
+    ids = torch.tensor([prompt] * 4)
+    cache = then(ids[:, :-1], use_cache=True).cache
+    rows: list[dict[str, Any]] = [{"response_ids": [], "sampler_logprobs": []} for _ in range(4)]
+    last = ids[:, -1:]
+    for _ in range(24):
+        found = now(last, cache=cache, use_cache=True)
+        logp = log_softmax(found.logits[:, -1, :NAMES].numpy() + NOISE * rng.normal(size=(4, NAMES)))
+        token = [int(rng.choice(NAMES, p=np.exp(row) / np.exp(row).sum())) for row in logp]
+        for member, row in enumerate(rows):
+            if not row["response_ids"] or row["response_ids"][-1] != 1:
+                row["response_ids"].append(token[member])
+                row["sampler_logprobs"].append(float(logp[member, token[member]]))
+        cache, last = found.cache, torch.tensor(token)[:, None]
+    return [
+        row
+        | {"prompt_ids": prompt, "loss_mask": [True] * len(row["response_ids"]), "sampler_version": step, "reward": 0.0}
+        for row in rows
+    ]
+
+
+def states_kept(size: float, old: int = 4, steps: int = 5) -> Build:
+    """Repeated prompts go on from their states under version 0, as in a prefix cache; new prompts are in order."""
+
+    def build(path: Path) -> object:
+        run = base(size=size, steps=steps)
+        rng = np.random.default_rng(11)
+        known = [row["prompt_ids"] for row in run.rows[0]][::4][:old]
+        for step in range(1, steps):
+            rows = [row for row in run.rows[step] if int(row["group_id"].split("-")[1]) >= old]
+            for at, prompt in enumerate(known):
+                cached = from_cache(run.models[0], run.models[step], prompt, step, rng)
+                names = {"group_id": f"{step}-{at}"}
+                rows += [row | names | {"sequence_id": f"{step}-{at}-{k}"} for k, row in enumerate(cached)]
+            run.rows[step] = rows
+        return run.write(path)
+
+    return build
+
+
+@torch.no_grad()
 def cut_over(
     first: LlamaForCausalLM, then: LlamaForCausalLM, row: dict[str, Any], at: int, rng: np.random.Generator
 ) -> None:
@@ -87,18 +131,22 @@ def behind(share: float, by: int) -> Build:
     return build
 
 
-def both(path: Path) -> object:
-    """Raw log-probs under a temperature, and a prefix cache that is three versions old."""
-    run: FieldRun = base(draw=lambda z: log_softmax(z / 0.6), log=log_softmax)
-    run.toml["temperature"] = 0.6
-    rng = np.random.default_rng(3)
-    known = [row["prompt_ids"] for row in run.rows[0]][::4][:4]
-    how: dict[str, Any] = {"draw": lambda z: log_softmax(z / 0.6), "log": log_softmax}
-    for step in range(1, 5):
-        old = make_rows(run.models[0], step, step, rng, prompts=known, **how)
-        new = [row for row in run.rows[step] if int(row["group_id"].split("-")[1]) >= 4]
-        run.rows[step] = old + new
-    return run.write(path)
+def both(temperature: float) -> Build:
+    """Raw log-probs under a temperature, and a prefix cache that is as old as the run."""
+
+    def build(path: Path) -> object:
+        how: dict[str, Any] = {"draw": lambda z: log_softmax(z / temperature), "log": log_softmax}
+        run: FieldRun = base(**how)
+        run.toml["temperature"] = temperature
+        rng = np.random.default_rng(3)
+        known = [row["prompt_ids"] for row in run.rows[0]][::4][:4]
+        for step in range(1, 5):
+            old = make_rows(run.models[0], step, step, rng, prompts=known, **how)
+            new = [row for row in run.rows[step] if int(row["group_id"].split("-")[1]) >= 4]
+            run.rows[step] = old + new
+        return run.write(path)
+
+    return build
 
 
 CASES = (
@@ -115,13 +163,22 @@ CASES = (
         Variant("two of eight prompts, one version old", repeats(lambda k: max(0, k - 1), old=2)),
     ),
     Case(
+        19,
+        "a prefix cache keeps states of older weights",
+        "NVIDIA-NeMo/RL#4018",
+        "MP207",
+        Variant("states of version 0, updates five times as large", states_kept(0.01)),
+        Variant("states of version 0, updates ten times as large", states_kept(0.02)),
+        Variant("states of version 0, three of eight prompts", states_kept(0.005, old=3)),
+    ),
+    Case(
         3,
         "raw log-probs and a stale prefix cache at once",
         "ServiceNow/PipelineRL#1",
         "MP401",
-        Variant("T = .6 raw, half of the prompts from version 0", both),
-        Variant("T = .6 raw, half of the prompts from version 0", both),
-        Variant("T = .6 raw, half of the prompts from version 0", both),
+        Variant("T = .6 raw, half of the prompts from version 0", both(0.6)),
+        Variant("T = .5", both(0.5)),
+        Variant("T = .8", both(0.8)),
         also=("MP207",),
     ),
     Case(
