@@ -175,7 +175,9 @@ class Settings:
     """What the run declares of itself (``run.toml`` keys); ``sources`` says where each declared one was found.
 
     ``sampler_lag`` is how many updates the sampler's weights are behind the trainer's where the dump names no version,
-    ``group_size`` how many consecutive rows share a prompt where it names no group.
+    ``group_size`` how many consecutive rows share a prompt where it names no group. ``sampler_dtype`` is the engine's
+    precision, weights or cache, whichever is coarser; ``about`` holds facts as "key=value" that are only compared
+    between runs, such as the engine and its topology.
     """
 
     name: str = ""
@@ -195,6 +197,8 @@ class Settings:
     sampler_checkpoints: str | None = None
     sampler_lag: int | None = None
     group_size: int | None = None
+    sampler_dtype: str | None = None
+    about: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property

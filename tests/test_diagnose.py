@@ -76,9 +76,9 @@ def test_select_ignore_and_fail_on(faulty: Path, capsys: pytest.CaptureFixture[s
 
     assert codes("--select", "MP2") == (0, ["MP202"])
     assert codes("--select", "mp101") == (0, [])
-    assert codes("--ignore", "MP202", "--fail-on", "error") == (0, [])
-    assert codes("--fail-on", "error") == (1, ["MP202"])
-    assert codes("--fail-on", "warning") == (1, ["MP202"])
+    assert codes("--ignore", "MP202", "--fail-on", "error") == (0, ["MP301"])
+    assert codes("--fail-on", "error") == (1, ["MP202", "MP301"])
+    assert codes("--fail-on", "warning") == (1, ["MP202", "MP301"])
     assert main(["diagnose", str(faulty), "--select", "MP999"]) == 2
     assert "MP999: names no finding" in capsys.readouterr().err
 
@@ -93,7 +93,7 @@ def test_a_run_without_an_analysis_is_decomposed_first(tmp_path: Path, capsys: p
     assert main(["diagnose", str(tmp_path / "run")]) == 0
     captured = capsys.readouterr()
     assert "decomposed first" in captured.err
-    assert captured.out.startswith("Findings: none")
+    assert captured.out.startswith("Findings: 1 info\n\nMP301 ")
     assert (tmp_path / "run" / "mismatch_probe" / "steps.parquet").exists()
 
 

@@ -7,13 +7,38 @@ from types import ModuleType
 
 import numpy as np
 
-from mismatch_probe.diagnosis import between, copies, files, heads, mixed, repeats, scans, semantics, unknown
+from mismatch_probe.diagnosis import (
+    between,
+    copies,
+    files,
+    heads,
+    mixed,
+    monitoring,
+    numerics,
+    repeats,
+    scans,
+    semantics,
+    unknown,
+)
+from mismatch_probe.diagnosis.buckets import buckets, concentration
 from mismatch_probe.diagnosis.evidence import Evidence
 from mismatch_probe.diagnosis.finding import Diagnosis, Finding, NotTestable, Result
 
 Check = Callable[[Evidence], Result]
 
-FAMILY_MODULES: tuple[ModuleType, ...] = (copies, files, mixed, heads, between, scans, repeats, unknown, semantics)
+FAMILY_MODULES: tuple[ModuleType, ...] = (
+    copies,
+    files,
+    mixed,
+    heads,
+    between,
+    scans,
+    repeats,
+    unknown,
+    semantics,
+    numerics,
+    monitoring,
+)
 """Modules with PAGES and CHECKS, in the order in which the checks run: what makes numbers meaningless first."""
 BEFORE_SCANS: tuple[Check, ...] = (semantics.check_truncation,)
 """Checks that look a first time before the scans, which would take what they see for something else."""
@@ -41,6 +66,8 @@ def diagnose(evidence: Evidence, checks: Sequence[Check] | None = None) -> Diagn
         gap=_known(whole.gap()),
         left=_known(evidence.gap()),
         notes=whole.unread,
+        buckets=buckets(whole),
+        concentration=concentration(whole),
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -114,7 +114,8 @@ class Evidence:
     are there. ``scan`` and ``weights`` are None where there are
     no weights, ``fits`` is how the scans read each step. ``noise_floor`` is the probe's own
     error, nats rms, NaN unknown. ``temperature`` is the one at which ``stale`` was scored. ``applied`` names what was
-    taken out so far, ``unread`` the checkpoints that the scans could not read.
+    taken out so far, ``unread`` the checkpoints that the scans could not read. ``config`` is config.json of the first
+    checkpoint that has one.
     """
 
     settings: Settings
@@ -131,6 +132,7 @@ class Evidence:
     fits: tuple[Fit, ...] = ()
     weights: Weights | None = None
     unread: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def discrepancy(self) -> Floats:

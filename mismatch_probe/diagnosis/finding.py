@@ -66,6 +66,25 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """The gap of some tokens: those whose ``bucket`` (position, finish reason, ...) is at this ``level``.
+
+    ``mean_abs`` is mean |D|, each capped at 2 nats, ``mean`` that of D, both in nats, with 95 % intervals by prompt
+    groups; None where a level holds one group.
+    """
+
+    bucket: str
+    level: str
+    tokens: int
+    mean_abs: float | None
+    low: float | None = None
+    high: float | None = None
+    mean: float | None = None
+    mean_low: float | None = None
+    mean_high: float | None = None
+
+
+@dataclass(frozen=True)
 class NotTestable:
     """A kind of fault that cannot be seen in this run: the ``codes`` concerned, and why."""
 
@@ -90,7 +109,8 @@ class Diagnosis:
     """All findings of a run, the first the most important, and what could not be tested.
 
     ``gap`` is the mean |d| over counted tokens, nats, None where no token could be compared, and ``left`` what remains
-    of it when every found cause is taken out.
+    of it when every found cause is taken out. ``buckets`` say where the gap as logged lives, ``concentration`` how few
+    tokens and sequences hold how much of it.
     """
 
     findings: tuple[Finding, ...]
@@ -98,6 +118,8 @@ class Diagnosis:
     gap: float | None = None
     left: float | None = None
     notes: tuple[str, ...] = field(default=())
+    buckets: tuple[Bucket, ...] = ()
+    concentration: tuple[Number, ...] = ()
 
     @property
     def worst(self) -> Severity | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from mismatch_probe.checkpoints.config import read_config
 from mismatch_probe.checkpoints.describe import describe
 from mismatch_probe.diagnosis.access import RunWeights
 from mismatch_probe.diagnosis.diagnose import diagnose
@@ -71,6 +74,7 @@ def collect(
     steps = [step for step in run.steps if wanted is None or step.index in wanted]
     evidence = gather(run, steps, analysis, seed)
     candidates = find_candidates(run)
+    evidence = replace(evidence, config=_config(candidates, run.adapter_base))
     if not candidates or scorer is None:
         return evidence
     candidates, fits, notes = fitting(evidence, candidates, run.adapter_base)
@@ -79,6 +83,15 @@ def collect(
     weights = RunWeights(candidates, scorer, run.adapter_base)
     unread = (*notes, *(() if found is None else found.unread))
     return replace(evidence, scan=found, weights=weights, unread=unread)
+
+
+def _config(candidates: list[Candidate], base: Path | None) -> dict[str, Any]:
+    """config.json of the first candidate that has one; a file that cannot be read is told of by the scans."""
+    for candidate in candidates:
+        with contextlib.suppress(CheckpointError):
+            if found := read_config(candidate.path, base):
+                return found
+    return {}
 
 
 def fitting(

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mismatch_probe.diagnosis.finding import Diagnosis, Example, Finding, NotTestable, Number, Severity
+from mismatch_probe.diagnosis.finding import Bucket, Diagnosis, Example, Finding, NotTestable, Number, Severity
 from mismatch_probe.errors import InputError
 
 FILE = "findings.json"
@@ -47,6 +47,8 @@ def read_findings(folder: Path) -> Diagnosis | None:
             gap=content["gap"],
             left=content["left"],
             notes=tuple(content["notes"]),
+            buckets=tuple(Bucket(**entry) for entry in content["buckets"]),
+            concentration=tuple(Number(**entry) for entry in content["concentration"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: not readable ({error}). Run mismatch-probe diagnose again") from None

@@ -87,6 +87,8 @@ def checked(key: str, value: Any) -> Any:
     fits, expected = _CHECKS.get(key, (lambda v: isinstance(v, str), "a string"))
     if not fits(value):
         raise ValueError(f"{key} = {value!r} is not {expected}")
+    if key == "about":
+        return tuple(value)
     if key == "eos_token_id":
         return tuple(value) if isinstance(value, list) else (value,)
     return float(value) if key in ("temperature", "top_p") else value
@@ -149,5 +151,10 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "checkpoints": (_pattern, _PATTERN),
     "sampler_checkpoints": (_pattern, _PATTERN),
     "sampler_lag": (lambda v: _integer(v) and v >= 0, "an integer, 0 or more"),
+    "sampler_dtype": (
+        lambda v: v in ("float32", "float16", "bfloat16", "fp8", "int8", "fp4"),
+        "float32, float16, bfloat16, fp8, int8 or fp4",
+    ),
+    "about": (lambda v: isinstance(v, list | tuple) and all(isinstance(item, str) for item in v), "a list of strings"),
     "group_size": (lambda v: _integer(v) and v > 0, "an integer above 0"),
 }
