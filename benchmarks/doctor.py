@@ -11,6 +11,7 @@ included.
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,11 @@ def record(martingale: str, tokens: Path, workspace: Path) -> None:
     recorder.ledger.close()
 
 
+def _processor() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     """Write the tokens both ways, and time both."""
     martingale, millions = sys.argv[1], float(sys.argv[2]) if sys.argv[2:] else 0.1
@@ -81,11 +87,13 @@ def main() -> None:
         ours = [_OURS, str(path), str(count // LENGTH)]
         theirs = [_DOCTOR, martingale, str(workspace), str(report)]
         for name, (code, *given) in (("statistics", ours), ("martingale doctor", theirs)):
-            start = time.perf_counter()
+            start, before = time.perf_counter(), _processor()
             job = [sys.executable, "-c", code + _PEAK, *given]
             printed = subprocess.run(job, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
-            seconds = time.perf_counter() - start
-            sys.stdout.write(f"{name:<20}{seconds:8.2f} s{float(printed[-1]):8.2f} GiB peak\n")
+            seconds, processor = time.perf_counter() - start, _processor() - before
+            sys.stdout.write(
+                f"{name:<20}{seconds:8.2f} s{processor:8.2f} s of the processor{float(printed[-1]):8.2f} GiB peak\n"
+            )
             if code is _OURS:
                 ess = float(printed[-2])
         (bucket,) = json.loads(report.read_text(encoding="utf-8"))["by_lag"]

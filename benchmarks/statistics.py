@@ -67,10 +67,11 @@ def _constant(name: str) -> pa.DictionaryArray:
 
 
 def found(path: Path, sequences: int) -> dict[str, float]:
-    """The step's statistics; eight responses to a prompt."""
+    """The step's statistics; eight responses to a prompt, all of one length."""
     names = [str(sequence) for sequence in range(sequences)]
+    length = pq.read_metadata(path).num_rows // sequences
     groups = [f"{sequence // 8:08d}" for sequence in range(sequences)]
-    return stats_of_file(TokenFile(path, StepIndex.of(names, groups)), _OPTIONS)[0]
+    return stats_of_file(TokenFile(path, StepIndex.of(names, groups, [length])), _OPTIONS)[0]
 
 
 def _job(kind: str, path: Path, sequences: int) -> None:

@@ -19,6 +19,7 @@ from mismatch_probe.stats.types import Floats
 from mismatch_probe.table_io import read_rows
 from mismatch_probe.token_chunks import StepIndex, TokenFile
 
+_INDEX = ("sequence_id", "group_id", "tokens")
 RTOL, ATOL = 1e-9, 1e-12
 """What sums in another order may change; ATOL is for what is a small difference of large numbers."""
 _MAGNIFIED = frozenset(
@@ -45,12 +46,12 @@ def stats_of_tokens(analysis: Analysis) -> Iterator[dict[str, float]]:
     Raises:
         InputError: a step's file or the sequences table cannot be read.
     """
-    sequences = read_rows(analysis.folder / "sequences.parquet").select(["step", "sequence_id", "group_id"])
+    sequences = read_rows(analysis.folder / "sequences.parquet").select(["step", *_INDEX])
     step_of_row = sequences["step"].to_numpy()
     previous: Floats | None = None
     for step in analysis.steps["step"]:
         rows = sequences.take(np.flatnonzero(step_of_row == step))
-        index = StepIndex.of(*(rows[name].to_pylist() for name in ("sequence_id", "group_id")))
+        index = StepIndex.of(*(rows[name].to_pylist() for name in _INDEX))
         file = TokenFile(analysis.folder / "tokens" / f"step={step}" / "part-0.parquet", index)
         row, _, previous = stats_of_file(file, analysis.record["options"], previous)
         yield {"step": int(step), **row}

@@ -31,16 +31,21 @@ _TURNED = 8
 
 @dataclass(frozen=True, eq=False)
 class StepIndex:
-    """The sequences of a step by name, and the prompt group of each, (S,), numbered as in ``Rollouts``."""
+    """The sequences of a step by name, and the prompt group of each, (S,), numbered as in ``Rollouts``.
+
+    ``longest``: tokens of the longest response; another number costs time or memory and changes no result.
+    """
 
     number: dict[str, int]
     group: Ints
+    longest: int
 
     @classmethod
-    def of(cls, sequence_ids: Sequence[str], group_ids: Sequence[str]) -> StepIndex:
+    def of(cls, sequence_ids: Sequence[str], group_ids: Sequence[str], tokens: Sequence[int]) -> StepIndex:
         """From the columns of the sequences table."""
         _, group = np.unique(np.asarray(group_ids, dtype=str), return_inverse=True)
-        return cls({name: row for row, name in enumerate(sequence_ids)}, group.astype(np.int64))
+        numbers = {name: row for row, name in enumerate(sequence_ids)}
+        return cls(numbers, group.astype(np.int64), max(tokens, default=0))
 
     def numbers(self, names: pa.Array) -> Ints:
         """Number of each name, (n,).
@@ -83,7 +88,7 @@ class TokenFile:
     def chunks(self) -> Iterator[StepTokens]:
         """Its tokens; the exact bias sums of the lag are not in it."""
         self.stale = self.rescored = 0
-        self._held = _Held(len(self.index.group), self.rows())
+        self._held = _Held(len(self.index.group), self.index.longest)
         for batch in self._batches(COLUMNS):
             sequence = self._sequence(batch)
             self.stale += len(batch) - batch[STALE].null_count
@@ -148,13 +153,12 @@ class _Held:
 
     Args:
         sequences: S.
-        most: tokens of the step; no response is longer.
+        longest: tokens of the longest response, as far as known.
     """
 
-    def __init__(self, sequences: int, most: int) -> None:
-        self.at_once = max(1, min(most, _HELD // max(1, sequences)))
+    def __init__(self, sequences: int, longest: int) -> None:
+        self.at_once = max(1, min(longest, _HELD // max(1, sequences)))
         self._first, self._tokens = 0, np.zeros(sequences, dtype=np.int64)
-        # Pages that nothing is written to take no memory.
         self._values = np.empty((2, sequences, self.at_once))
 
     def begin(self, first: int) -> None:

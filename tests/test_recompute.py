@@ -67,7 +67,7 @@ def test_places_are_those_of_the_places_table(planted: Planted, monkeypatch: pyt
     names = pd.read_parquet(analysis(planted) / "sequences.parquet")
     for step in found.steps["step"]:
         rows = names[names["step"] == step]
-        index = StepIndex.of(rows["sequence_id"].tolist(), rows["group_id"].tolist())
+        index = StepIndex.of(rows["sequence_id"].tolist(), rows["group_id"].tolist(), rows["tokens"].tolist())
         file = TokenFile(analysis(planted) / "tokens" / f"step={step}" / "part-0.parquet", index)
         _, places, _ = recompute.stats_of_file(file, found.record["options"])
         stored = there[there["step"] == step]
@@ -125,7 +125,7 @@ def test_ess_report_checks_the_steps_table_against_its_tokens(planted: Planted, 
 def test_a_sequence_that_the_sequences_table_lacks(planted: Planted) -> None:
     path = analysis(planted) / "tokens" / "step=1" / "part-0.parquet"
     with pytest.raises(InputError, match="s1-"):
-        list(TokenFile(path, StepIndex.of(["other"], ["g"])).chunks())
+        list(TokenFile(path, StepIndex.of(["other"], ["g"], [9])).chunks())
 
 
 def test_tokens_of_a_sequence_may_lie_apart(planted: Planted, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_tokens_of_a_sequence_may_lie_apart(planted: Planted, tmp_path: Path) ->
     pq.write_table(table.take(order), tmp_path / "apart.parquet")
     names = pd.read_parquet(analysis(planted) / "sequences.parquet")
     rows = names[names["step"] == 1]
-    index = StepIndex.of(rows["sequence_id"].tolist(), rows["group_id"].tolist())
+    index = StepIndex.of(rows["sequence_id"].tolist(), rows["group_id"].tolist(), rows["tokens"].tolist())
     options = open_analysis(planted.path, None).record["options"]
     one, places, _ = recompute.stats_of_file(TokenFile(source, index), options)
     two, apart, _ = recompute.stats_of_file(TokenFile(tmp_path / "apart.parquet", index), options)
@@ -151,7 +151,7 @@ def test_memory_is_a_fraction_of_the_columns(stale_analysis: Path, tmp_path: Pat
     monkeypatch.setattr(token_chunks, "_HELD", 1 << 12)
     names = pd.read_parquet(stale_analysis / "sequences.parquet")
     rows = names[names["step"] == 5]
-    index = StepIndex.of(rows["sequence_id"].tolist(), rows["group_id"].tolist())
+    index = StepIndex.of(rows["sequence_id"].tolist(), rows["group_id"].tolist(), rows["tokens"].tolist())
     options = open_analysis(stale_analysis, stale_analysis).record["options"]
     table = pq.read_table(stale_analysis / "tokens" / "step=5" / "part-0.parquet")
     path = tmp_path / "long.parquet"
@@ -160,5 +160,6 @@ def test_memory_is_a_fraction_of_the_columns(stale_analysis: Path, tmp_path: Pat
     row, _, _ = recompute.stats_of_file(TokenFile(path, index), options)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert index.longest < 200  # of the short ones: a wrong hint costs time only
     assert row["tokens"] == 60 * table.num_rows > 80_000
     assert peak < row["tokens"] * 8 * len(token_chunks.COLUMNS) / 4
