@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mismatch_probe.columns import with_ends
+from mismatch_probe.described import step_means
 from mismatch_probe.engine_split import EngineSplit, engine_row
 from mismatch_probe.resolve import Gaps
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints, Rollouts
@@ -132,15 +134,11 @@ def step_row(
     """The step's row of the steps table, and the summary it was taken from."""
     intervals = judgement.over(data.levels.n_groups)
     summary = summarise(_step_tokens(data), intervals, previous)
-    ends = {
-        f"{name}_ci_{end}": getattr(interval, end)
-        for name, interval in summary.intervals.items()
-        for end in ("low", "high")
-    }
     rule = judgement.rule
     approximate = data.gap > 0 or (data.engine.stands_in and rule.ratio != "lag")
     ess = summary.intervals[f"ess_{rule.ratio}_{rule.level}"]
     noise = _noise(data, intervals)
+    means = step_means(data, intervals)
     judged = StepEss(
         data.step,
         ess.value,
@@ -152,11 +150,11 @@ def step_row(
     row = {
         "step": data.step,
         **_counts(data),
-        **{name: interval.value for name, interval in summary.intervals.items()},
-        **ends,
+        **with_ends(summary.intervals),
         **summary.values,
         **engine_row(data.engine, data.split.discrepancy, data.levels.group, intervals, split_is_partial(data)),
         **noise,
+        **with_ends(means),
         "breakdown_level": rule.level,
         "breakdown_ratio": rule.ratio,
         "breakdown_threshold": rule.threshold,
@@ -217,8 +215,6 @@ def _counts(data: StepData) -> dict[str, Any]:
     versions = rollouts.sampler_version[counted]
     known = (versions != UNKNOWN_VERSION) & (data.trainer_version != UNKNOWN_VERSION)
     lags = (data.trainer_version - versions)[known]
-    lengths = np.bincount(data.levels.sequence, minlength=len(rollouts))
-    rewards = rollouts.reward[~np.isnan(rollouts.reward)]
     return {
         "sequences": len(rollouts),
         "groups": data.levels.n_groups,
@@ -227,10 +223,7 @@ def _counts(data: StepData) -> dict[str, Any]:
         "tokens_with_lag": int((~np.isnan(data.split.lag)).sum()),
         "rejected": len(rollouts.rejected),
         "nearest_gap_max": data.gap,
-        "version_lag_mean": float(lags.mean()) if len(lags) else math.nan,
         "version_lag_max": float(lags.max()) if len(lags) else math.nan,
-        "response_length_mean": float(lengths.mean()) if len(lengths) else math.nan,
-        "reward_mean": float(rewards.mean()) if len(rewards) else math.nan,
     }
 
 
@@ -246,7 +239,6 @@ def _noise(data: StepData, intervals: ClusterIntervals) -> dict[str, Any]:
         "noise_floor_rms_ci_high": floor.high,
         "noise_floor_max": float(np.abs(noise).max()) if len(noise) else math.nan,
         "noise_floor_tokens": len(noise),
-        "logged_trainer_gap_rms": _rms(gap),
         "logged_trainer_gap_max": float(np.abs(gap).max()) if len(gap) else math.nan,
     }
 
@@ -278,7 +270,3 @@ def _null_reasons(data: StepData, summary: Summary) -> list[str]:
     if summary.bias.lag is not None and not summary.bias.lag.any():
         reasons.append("lag bias is zero, so it has no direction and no cosine")
     return reasons + summary.reasons
-
-
-def _rms(values: Floats) -> float:
-    return float(np.sqrt(np.square(values).mean())) if len(values) else math.nan

@@ -23,6 +23,7 @@ from mismatch_probe.executors.ray import RayExecutor
 from mismatch_probe.extras import ExtraOptions, Extras
 from mismatch_probe.folder import SCORES, Staging
 from mismatch_probe.fresh import FreshPlan
+from mismatch_probe.nulls import PREFIX, null_reasons
 from mismatch_probe.planning import Planner, Planning, StepPlan
 from mismatch_probe.precision import precision_notices
 from mismatch_probe.record import record, relative, run_name
@@ -185,6 +186,7 @@ class _Job:
         self.step_rows.append(row)
         self._add(update_row(data, judgement, self._updates))
         self._add(self._extras.row(plan, data))
+        self._add(({}, null_reasons(self.step_rows[-1])))
         self._bias, self._data = summary.bias, data
         self.trends.add(data, summary)
         tables.add(data, summary.places)
@@ -238,5 +240,5 @@ def _nothing(run: Run, job: _Job, tables: StepTables) -> str:
             f"{first.reason}"
         )
     # The same reason with another count at each step is one reason.
-    reasons = sorted({reason.split(":")[0] for row in job.step_rows for reason in row["reasons"]} - {_ASSUMED})
+    reasons = sorted({reason.split(":")[0] for row in job.step_rows for reason in row["reasons"]} - {_ASSUMED, PREFIX})
     return f"{run.path}: nothing could be compared at any step. {'; '.join(reasons[:3]) or 'No step was chosen'}"

@@ -21,6 +21,7 @@ from mismatch_probe.scoring.scores import StepScores
 from mismatch_probe.scoring.units import Unit
 from mismatch_probe.selection import limited_rows
 from mismatch_probe.stats.fresh import fresh_kl
+from mismatch_probe.stats.intervals import interval_reasons
 from mismatch_probe.stats.ratios import Levels
 
 WIDEST_GAP = 0.2
@@ -213,6 +214,7 @@ def fresh_row(
         "fresh rollouts: prefix KL is 0 over the recorded responses, so there is no ratio to it"
     ]
     values |= with_ends(finite)
+    reasons += interval_reasons(finite)
     gap = _gap(fresh, scores.trainer_logprob)
     if gap > WIDEST_GAP:
         reasons.append(

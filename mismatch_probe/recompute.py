@@ -11,8 +11,8 @@ from mismatch_probe.columns import with_ends
 from mismatch_probe.errors import InputError
 from mismatch_probe.folder import Analysis
 from mismatch_probe.stats.breakdown import LEVELS, RATIOS
-from mismatch_probe.stats.intervals import ClusterIntervals
-from mismatch_probe.stats.positions import Places, audit, full_kl
+from mismatch_probe.stats.intervals import ClusterIntervals, Interval
+from mismatch_probe.stats.positions import Places, audit, full_kl_interval
 from mismatch_probe.stats.running import RunningSummary
 from mismatch_probe.stats.terms import VOCABULARY
 from mismatch_probe.stats.types import Floats
@@ -22,16 +22,20 @@ from mismatch_probe.token_chunks import StepIndex, TokenFile
 _INDEX = ("sequence_id", "group_id", "tokens")
 RTOL, ATOL = 1e-9, 1e-12
 """What sums in another order may change; ATOL is for what is a small difference of large numbers."""
-_MAGNIFIED = frozenset(
+UNCHECKED = frozenset(
     name
     for ratio in RATIOS
     for level in LEVELS
     for name in (
-        *(f"ess_{ratio}_{level}_ci_{end}" for end in ("low", "high")),
+        *(
+            f"{kind}_{ratio}_{level}_ci_{end}"
+            for kind in ("ess", "perplexity_ess", "chi_square", "predicted_ess")
+            for end in ("low", "high")
+        ),
         *([] if level == "token" else [f"pareto_k_{ratio}_{level}"]),
     )
 )
-"""What a rounding can move far, and so is not checked: ends on the scale log(-log ESS), without bound at 1, and the
+"""What a rounding can move far, and so is not checked: ends on the scale log(-log x), without bound at 1, and the
 shape of the tail of sums that differ by roundings only."""
 
 
@@ -86,7 +90,8 @@ def stats_of_file(
         values, found, vector = running.found(intervals, previous)
         whole = ~np.isnan(running.sequence_sums("log_ratio"))
         places = audit(file.places(whole, running.tokens, with_kl=not partial), file.index.group[whole], intervals)
-        values["full_kl_trainer_stale"] = 0.0 if running.is_zero() else full_kl(places)[0]
+        zero = Interval(0.0, 0.0, 0.0)
+        found["full_kl_trainer_stale"] = zero if running.is_zero() else full_kl_interval(places, intervals)
     counts = {"tokens": tokens}
     counts |= {f"tokens_with_{part}": running.known(part) for part in ("discrepancy", "lag") if not partial}
     return counts | values | with_ends(found), places, vector
@@ -103,7 +108,7 @@ def check_steps(analysis: Analysis) -> str:
     for found in stats_of_tokens(analysis):
         step = int(found.pop("step"))
         tokens += int(found["tokens"])
-        checked = {name: value for name, value in found.items() if name not in _MAGNIFIED}
+        checked = {name: value for name, value in found.items() if name not in UNCHECKED}
         names = max(names, len(checked))
         for name, value in checked.items():
             there = float(stored[name].loc[step])

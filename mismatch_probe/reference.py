@@ -17,6 +17,7 @@ from mismatch_probe.scoring.network import ScoringOptions
 from mismatch_probe.scoring.plan import units
 from mismatch_probe.scoring.units import Unit
 from mismatch_probe.stats.attribution import attribute, spread_sample
+from mismatch_probe.stats.intervals import interval_reasons
 
 WIDE = ("float32", "float64")
 DEFAULT_SEQUENCES = 16
@@ -101,7 +102,9 @@ class Reference:
         )
         values |= {"reference_sequences": found.sequences, "reference_tokens": found.tokens}
         values |= with_ends(found.intervals)
-        return values, [] if found.tokens else ["reference: its network gives no number at any token of the sample"]
+        if not found.tokens:
+            return values, ["reference: its network gives no number at any token of the sample"]
+        return values, interval_reasons(found.intervals)
 
     def _plan(self, plan: StepPlan, rows: np.ndarray) -> SamplePlan:
         rollouts = plan.rollouts.take(rows)

@@ -83,10 +83,10 @@ STEPS = (
     Column("tokens_with_lag", _I, "counted tokens whose L is known"),
     Column("rejected", _I, "rows set aside"),
     Column("nearest_gap_max", _I, "updates between a version and the checkpoint scored in its place; 0 = all exact"),
-    _number("version_lag_mean", "trainer version minus sampler version, mean over counted tokens"),
+    _number("version_lag_mean", "trainer version minus sampler version, mean over counted tokens", True),
     _number("version_lag_max", "the same, at the oldest token"),
-    _number("response_length_mean", "counted tokens in a response, mean"),
-    _number("reward_mean", "reward as logged, mean over sequences"),
+    _number("response_length_mean", "counted tokens in a response, mean", True),
+    _number("reward_mean", "reward as logged, mean over sequences", True),
     *(
         column
         for part, symbol in _PARTS
@@ -96,7 +96,7 @@ STEPS = (
             _nats(f"{part}_rms", f"root mean square of {symbol}", True),
         )
     ),
-    Column("discrepancy_lag_covariance", _F, "covariance of D and L over tokens", "nats^2"),
+    Column("discrepancy_lag_covariance", _F, "covariance of D and L over tokens", "nats^2", True),
     *(
         column
         for part, symbol, pair in (("discrepancy", "D", "KL(mu || pi_s)"), ("log_ratio", "d", "KL(mu || pi)"))
@@ -130,7 +130,9 @@ STEPS = (
     ),
     _number("lag_mean_weight", "mean of e^L; need not be 1, since tokens come from mu", True),
     _nats(
-        "full_kl_trainer_stale", "KL(pi || pi_s) over the trainer's own prefixes, re-weighted; null: not identifiable"
+        "full_kl_trainer_stale",
+        "KL(pi || pi_s) over the trainer's own prefixes, re-weighted; null: not identifiable",
+        True,
     ),
     *(
         _number(f"pareto_k_{ratio}_{level}", f"Pareto k of the {ratio} weights at {level} level; from 0.7 on distrust")
@@ -138,7 +140,9 @@ STEPS = (
         for level in _LEVELS
     ),
     *(
-        _number(f"perplexity_ess_{ratio}_{level}", f"perplexity ESS of the {ratio} ratio at {level} level, share of n")
+        _number(
+            f"perplexity_ess_{ratio}_{level}", f"perplexity ESS of the {ratio} ratio at {level} level, share of n", True
+        )
         for ratio in _RATIOS
         for level in _LEVELS
     ),
@@ -148,24 +152,29 @@ STEPS = (
         for level in _LEVELS
         for column in (
             _number(f"max_weight_share_{ratio}_{level}", f"largest {ratio} weight over their sum at {level} level"),
-            _number(f"chi_square_{ratio}_{level}", f"1 / ess_{ratio}_{level} - 1: variance over squared mean"),
-            _number(f"second_moment_{ratio}_{level}", "mean of the squared weight; null beyond float64"),
+            _number(f"chi_square_{ratio}_{level}", f"1 / ess_{ratio}_{level} - 1: variance over squared mean", True),
+            _number(f"second_moment_{ratio}_{level}", "mean of the squared weight; null beyond float64", True),
         )
     ),
     *(
         column
         for ratio in _RATIOS
         for column in (
-            _number(f"share_beyond_ln2_{ratio}", f"share of tokens whose {ratio} log-ratio is beyond ln 2"),
-            _number(f"share_outside_band_{ratio}", f"share of tokens whose {ratio} ratio is outside [0.8, 1.25]"),
+            _number(f"share_beyond_ln2_{ratio}", f"share of tokens whose {ratio} log-ratio is beyond ln 2", True),
+            _number(f"share_outside_band_{ratio}", f"share of tokens whose {ratio} ratio is outside [0.8, 1.25]", True),
             _number(
                 f"predicted_ess_{ratio}_sequence",
                 "sequence ESS were token log-ratios independent normals: exp(-T s^2)",
+                True,
             ),
         )
     ),
     Column(
-        "discrepancy_half_ess_length", _F, "response length at which D alone brings the sequence ESS to 1/2", "tokens"
+        "discrepancy_half_ess_length",
+        _F,
+        "response length at which D alone brings the sequence ESS to 1/2; infinite where D does not vary",
+        "tokens",
+        True,
     ),
     _nats("entropy_stale", "mean entropy of pi_s over the sampler's prefixes", True),
     _nats("entropy_trainer", "mean entropy of pi over the sampler's prefixes", True),
@@ -193,7 +202,7 @@ STEPS = (
     _nats("noise_floor_max", "largest such difference"),
     Column("noise_floor_tokens", _I, "tokens scored twice for it"),
     *REFERENCE,
-    _nats("logged_trainer_gap_rms", "rms of logged minus rescored log pi, where the run logs it"),
+    _nats("logged_trainer_gap_rms", "rms of logged minus rescored log pi, where the run logs it", True),
     _nats("logged_trainer_gap_max", "largest such difference"),
     Column("breakdown_level", _S, "level at which breakdown was judged"),
     Column("breakdown_ratio", _S, "ratio whose ESS was judged"),

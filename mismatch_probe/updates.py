@@ -13,7 +13,7 @@ from mismatch_probe.run import Bools, Floats, Rollouts
 from mismatch_probe.stats.clipping import sign_skew
 from mismatch_probe.stats.corrections import DEFAULT_TARGET, Bounds
 from mismatch_probe.stats.gradient import GradientBias, TokenGradients, gradient_bias
-from mismatch_probe.stats.intervals import ClusterIntervals
+from mismatch_probe.stats.intervals import ClusterIntervals, interval_reasons
 from mismatch_probe.stats.ratios import Levels, sequence_sums
 
 MAX_TOKENS = 1 << 16
@@ -75,7 +75,7 @@ def update_row(data: StepData, judgement: Judgement, options: UpdateOptions) -> 
         found |= compared.intervals
         values |= compared.values
         reasons += compared.reasons
-    return values | with_ends(found), reasons
+    return values | with_ends(found), reasons + interval_reasons(found)
 
 
 def _gradient(data: StepData, advantage: Floats, intervals: ClusterIntervals, options: UpdateOptions) -> GradientBias:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mismatch_probe.stats.attribution import Attribution, attribute, attribution_sentence, spread_sample
 from mismatch_probe.stats.intervals import ClusterIntervals
+from tests.properties import covers
 
 GROUPS = 40
 
@@ -71,6 +72,7 @@ def test_the_intervals_of_clustered_errors_are_over_groups() -> None:
 errors = st.lists(st.tuples(*[st.floats(-1, 1, allow_subnormal=False)] * 3), min_size=8, max_size=40)
 
 
+@covers(attribute)
 @settings(max_examples=100, deadline=None)
 @given(errors)
 def test_the_parts_add_up_to_the_mean_square_of_d(rows: list[tuple[float, float, float]]) -> None:
@@ -86,6 +88,7 @@ def test_the_parts_add_up_to_the_mean_square_of_d(rows: list[tuple[float, float,
         assert abs(got["error_correlation"].value) <= 1 + 1e-9
 
 
+@covers(attribute)
 @settings(max_examples=50, deadline=None)
 @given(errors, st.floats(-5, 5))
 def test_a_shift_of_all_log_probs_changes_nothing(rows: list[tuple[float, float, float]], shift: float) -> None:
@@ -119,6 +122,7 @@ def test_no_error_on_the_trainers_side_has_no_correlation() -> None:
     assert math.isnan(got["error_correlation"].value)
 
 
+@covers(spread_sample)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), min_size=1, max_size=60), st.integers(1, 30))
 def test_the_sample_is_spread_over_groups(rows: list[tuple[bool, int]], size: int) -> None:

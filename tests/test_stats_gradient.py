@@ -17,6 +17,7 @@ from mismatch_probe.stats.intervals import METHODS, ClusterIntervals
 from mismatch_probe.stats.ratios import Levels
 from tests.gradient_truth import all_responses, expected, tables, token_gradients, updates
 from tests.planted import VOCAB
+from tests.properties import covers
 
 PROMPTS = [2, 5, 11]
 COLUMNS = ("relative_size", "cosine", "bias_discrepancy", "bias_lag")
@@ -188,6 +189,7 @@ def test_a_sequence_weight_beyond_float64_is_null_with_its_reason() -> None:
     assert not beyond.intervals and "target is beyond float64" in beyond.reasons[0]
 
 
+@covers(gradient_bias)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), scale=st.sampled_from([0.01, 1.0, 30.0, 1e4]))
 def test_extreme_log_ratios_give_finite_numbers_or_null(seed: int, scale: float) -> None:
@@ -200,6 +202,7 @@ def test_extreme_log_ratios_give_finite_numbers_or_null(seed: int, scale: float)
         assert not math.isinf(interval.value), name
 
 
+@covers(gradient_bias)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_the_order_of_sequences_changes_nothing(seed: int) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mismatch_probe.stats.ess import ess_from_sums
 from mismatch_probe.stats.intervals import LOG_MINUS_LOG, ClusterIntervals, Interval
 from mismatch_probe.stats.stopping import SAFETY, look_confidence, look_sizes, why_stop
+from tests.properties import covers
 
 
 def test_looks_double_and_end_with_all_groups() -> None:
@@ -22,11 +23,23 @@ def test_looks_double_and_end_with_all_groups() -> None:
         look_sizes(8, 0)
 
 
+@covers(look_sizes)
 @given(st.integers(1, 5000), st.integers(1, 100))
 def test_looks_grow_and_the_last_is_the_step(groups: int, first: int) -> None:
     sizes = look_sizes(groups, first)
     assert sizes[-1] == groups
     assert all(a < b for a, b in pairwise(sizes))
+
+
+@covers(look_confidence, why_stop)
+@given(st.floats(0.5, 0.999), st.integers(1, 30), st.floats(0.01, 1.0), st.floats(0.0, 0.5), st.floats(0.01, 0.99))
+def test_more_looks_ask_for_more_and_a_decided_interval_does_not_hold_the_threshold(
+    confidence: float, looks: int, low: float, width: float, threshold: float
+) -> None:
+    assert confidence <= look_confidence(confidence, looks) <= look_confidence(confidence, looks + 1) < 1
+    why = why_stop(Interval(low, low, low + width), threshold, 0.1)
+    assert (why == "decided") == (not low <= threshold <= low + width)
+    assert why != "narrow enough" or width <= 0.2
 
 
 def test_the_permitted_error_is_shared_by_the_looks() -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mismatch_probe.stats.sync import LagEss, ess_by_lag, longest_interval, replay
+from mismatch_probe.stats.sync import Interval, LagEss, ReplayedStep, ess_by_lag, longest_interval, replay
+from tests.properties import covers
 
 
 def stale(values: list[float], reach: float = 0.0) -> list[LagEss]:
@@ -66,6 +67,7 @@ def test_a_synchronous_run_is_left_alone() -> None:
     assert not any(step.resync for step in replay([LagEss(k, 0, 1.0) for k in range(5)], 0.5))
 
 
+@covers(replay, ReplayedStep, LagEss)
 @given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=40), st.floats(0.05, 0.95))
 def test_a_replay_never_adds_lag_and_resyncs_only_below_the_threshold(values: list[float], threshold: float) -> None:
     found = replay(stale([1.0, *values]), threshold)
@@ -77,6 +79,7 @@ def test_a_replay_never_adds_lag_and_resyncs_only_below_the_threshold(values: li
     assert first == (below[0] if below else None)
 
 
+@covers(longest_interval, ess_by_lag, Interval)
 @given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=20))
 def test_the_interval_does_not_depend_on_the_order_of_steps(values: list[float]) -> None:
     steps = stale(values)

@@ -22,7 +22,8 @@ class MeanBias:
 
     ``vector`` (V,); ``norm`` its L2 length. ``noise`` estimates the standard error of the vector, as an L2 length:
     sqrt(n_a n_b) / n times the distance between the halves' means. ``split_half_cosine`` compares the halves: near 1
-    the direction is real, near 0 it is noise. NaN where a half is empty or a vector is zero.
+    the direction is real, near 0 it is noise. NaN where a half is empty or a vector is zero, and a length beyond
+    float64 is NaN as well.
     """
 
     vector: Floats
@@ -76,9 +77,12 @@ def sampled_total_variation(discrepancy: Floats) -> Floats:
 
 def cosine(a: Floats, b: Floats) -> float:
     """Cosine of two vectors; NaN when one of them is zero or null."""
-    size = _norm(a) * _norm(b)
-    return float(a @ b) / size if size > 0 else math.nan
+    one, two = _norm(a), _norm(b)
+    return float((a / one) @ (b / two)) if one > 0 and two > 0 else math.nan
 
 
 def _norm(vector: Floats) -> float:
-    return float(np.linalg.norm(vector))
+    largest = float(np.abs(vector).max(initial=0.0))
+    # Relative to the largest entry: squares leave float64 long before lengths do.
+    length = largest * float(np.linalg.norm(vector / largest)) if largest else 0.0
+    return length if math.isfinite(length) else math.nan

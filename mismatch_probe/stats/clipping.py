@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from mismatch_probe.stats.corrections import ppo_clips
-from mismatch_probe.stats.intervals import ClusterIntervals, Interval, group_sums, mean
+from mismatch_probe.stats.intervals import IDENTITY, ClusterIntervals, Interval, Scale, group_sums, mean
 from mismatch_probe.stats.ratios import Levels, Split
 from mismatch_probe.stats.types import Bools, Floats
 
@@ -34,13 +35,14 @@ def sign_skew(
     turned = ppo_clips(split.lag, advantage, clip) != ppo_clips(split.log_ratio, advantage, clip)
     signed = ~np.isnan(advantage) & (advantage != 0)
 
-    def over(chosen: Bools, values: Floats) -> Interval:
+    def over(chosen: Bools, values: Floats, scale: Scale) -> Interval:
         sums = group_sums([values[chosen]], levels.group[chosen], intervals.n_groups)
-        return intervals.interval(sums, mean)
+        return intervals.interval(sums, mean, scale)
 
+    share = replace(IDENTITY, least=0.0)
     return {
-        "clip_share_positive": over(lag_known & (advantage > 0), outside.astype(np.float64)),
-        "clip_share_negative": over(lag_known & (advantage < 0), outside.astype(np.float64)),
-        "clip_skew": over(both_known & outside & signed, np.sign(advantage) * split.log_ratio),
-        "clip_flips": over(both_known & signed, turned.astype(np.float64)),
+        "clip_share_positive": over(lag_known & (advantage > 0), outside.astype(np.float64), share),
+        "clip_share_negative": over(lag_known & (advantage < 0), outside.astype(np.float64), share),
+        "clip_skew": over(both_known & outside & signed, np.sign(advantage) * split.log_ratio, IDENTITY),
+        "clip_flips": over(both_known & signed, turned.astype(np.float64), share),
     }

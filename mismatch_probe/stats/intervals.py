@@ -7,7 +7,7 @@ that was drawn independently. Every statistic here is a function of sums over gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
@@ -32,15 +32,19 @@ _MANY = 4096
 
 @dataclass(frozen=True)
 class Scale:
-    """A monotone map onto a line where the statistic's error is closer to symmetric, and the way back."""
+    """A monotone map onto a line where the statistic's error is closer to symmetric, and the way back.
+
+    ``least``: the smallest value that the statistic can have.
+    """
 
     forward: Statistic
     back: Callable[[float], float]
     increasing: bool = True
+    least: float = -math.inf
 
 
 IDENTITY = Scale(lambda v: v, lambda x: x)
-LOG = Scale(np.log, lambda x: math.exp(min(x, 709.0)))
+LOG = Scale(np.log, lambda x: math.exp(min(x, 709.0)), least=0.0)
 LOG_MINUS_LOG = Scale(
     lambda v: np.log(np.maximum(-np.log(v), _TINY)), lambda x: math.exp(-math.exp(min(x, 700.0))), False
 )
@@ -168,6 +172,7 @@ class ClusterIntervals:
         return mean - reach, mean + reach
 
     def _jackknife(self, value: float, without_one: Floats, scale: Scale) -> Interval:
+        least = scale.least
         at, each = float(scale.forward(np.array(value))), scale.forward(without_one)
         if not (math.isfinite(at) and bool(np.isfinite(each).all())):
             # A zero has no logarithm: then the plain scale, kept on its side of zero.
@@ -186,7 +191,7 @@ class ClusterIntervals:
             share = t_cdf(score, groups - 1)
             return share if scale.increasing else 1 - share
 
-        return Interval(value, low, high, method="jackknife", share_below=share_below)
+        return Interval(value, max(low, least), high, method="jackknife", share_below=share_below)
 
     def _bootstrap(self, value: float, sums: Floats, statistic: Statistic, without_one: Floats) -> Interval:
         replicates = np.sort(self._replicates(sums, statistic))
@@ -220,6 +225,16 @@ def _unadjusted(share: float, bias: float, acceleration: float) -> float:
     """The way back: the BCa level of a share of resamples."""
     z = _NORMAL.inv_cdf(share) - bias
     return _NORMAL.cdf(z / (1 + acceleration * z) - bias)
+
+
+def interval_reasons(found: Mapping[str, Interval]) -> list[str]:
+    """Why some intervals have no ends, by name; a null value is another matter than a null interval."""
+    reasons = {f"no interval: {i.reason}" for i in found.values() if i.reason and math.isfinite(i.value)}
+    infinite: dict[str, list[str]] = {}
+    for name, interval in sorted(found.items()):
+        if math.isinf(interval.value):
+            infinite.setdefault(interval.reason, []).append(name)
+    return [*sorted(reasons), *(f"{', '.join(names)}: {reason}" for reason, names in infinite.items())]
 
 
 def group_sums(columns: list[Floats], group: Ints, n_groups: int) -> Floats:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mismatch_probe.stats.ess import ess
-from mismatch_probe.stats.intervals import ClusterIntervals
+from mismatch_probe.stats.intervals import LOG, ClusterIntervals, Interval, group_sums
 from mismatch_probe.stats.ratios import Levels
 from mismatch_probe.stats.tails import pareto_k, pareto_k_limit
 from mismatch_probe.stats.types import Bools, Floats, Ints
@@ -39,6 +39,7 @@ class Places:
     self-normalised W_t, NaN where ``identifiable`` is False: ``mean_weight``'s interval must hold 1, no wider
     than 0.2, and the weights be ``tame``: 20 effective sequences, and a Pareto k below its limit or an ESS of 0.9.
     ``alive_mass``: mean of W_t over all sequences, ended ones counting 0; ``weighted_kl``: mean of W_t KL, likewise.
+    ``sums`` of each prompt group over all places, (G, 3): sequences, W_t KL, and W_t where alive.
     """
 
     alive: Ints
@@ -54,6 +55,7 @@ class Places:
     tame: Bools
     alive_mass: Floats
     weighted_kl: Floats
+    sums: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +104,7 @@ def audit(places: Iterable[Place], group: Ints, intervals: ClusterIntervals) -> 
         intervals: over prompt groups.
     """
     n = len(group)
-    log_weight = np.zeros(n)
+    log_weight, weighted_kl, alive_mass = np.zeros(n), np.zeros(n), np.zeros(n)
     found: list[tuple[float, ...]] = []
     ends = _MeanIntervals(group, intervals)
     for place in places:
@@ -122,12 +124,15 @@ def audit(places: Iterable[Place], group: Ints, intervals: ClusterIntervals) -> 
                 float(np.nansum(alive * place.kl)) / n,
             )
         )
+        weighted_kl[place.row[known]] += (alive * place.kl)[known]
+        alive_mass[place.row[known]] += alive[known]
         # Exclusive: the token at t is not yet in the weight of its own prefix.
         log_weight[place.row] += place.log_ratio
-    return _places(np.array(found).reshape(-1, 7), *ends.found(), n)
+    sums = group_sums([weighted_kl, alive_mass], group, intervals.n_groups)
+    return _places(np.array(found).reshape(-1, 7), *ends.found(), n, sums)
 
 
-def _places(found: Floats, low: Floats, high: Floats, n: int) -> Places:
+def _places(found: Floats, low: Floats, high: Floats, n: int, sums: Floats) -> Places:
     alive, mean, effective, shape, prefix, alive_mass, weighted_kl = found.T
     # Pareto k knows no scale: weights of 1 +- 0.001 can have a large one, and re-weight next to nothing.
     tame = ((shape < pareto_k_limit(n)) | (effective >= NEARLY_EQUAL * n)) & (effective >= MIN_EFFECTIVE_SEQUENCES)
@@ -148,6 +153,7 @@ def _places(found: Floats, low: Floats, high: Floats, n: int) -> Places:
         tame=tame,
         alive_mass=alive_mass,
         weighted_kl=weighted_kl,
+        sums=sums,
     )
 
 
@@ -179,6 +185,14 @@ def full_kl(places: Places) -> tuple[float, str]:
             f"{places.mean_weight_high[place]:.3f}], not surely 1"
         )
     return float(places.weighted_kl.sum() / places.alive_mass.sum()), ""
+
+
+def full_kl_interval(places: Places, intervals: ClusterIntervals) -> Interval:
+    """``full_kl`` with its interval over prompt groups; null with the reason where it is not identifiable."""
+    value, reason = full_kl(places)
+    if reason:
+        return Interval(value, reason=reason)
+    return intervals.interval(places.sums, lambda s: s[..., 1] / s[..., 2], LOG)
 
 
 def _first(mask: Bools) -> int | None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from mismatch_probe.stats.bias import discrepancy_bias_sums, mean_bias
-from mismatch_probe.stats.health import half_length, two_line_law, unit_health
+from mismatch_probe.stats.health import weight_health
 from mismatch_probe.stats.intervals import ClusterIntervals, Interval
 from mismatch_probe.stats.ratios import Levels, group_log_means
 from mismatch_probe.stats.stream import RunningBias, RunningComoment, RunningWeights, Runs
-from mismatch_probe.stats.summary import SEQUENCE_KL, bias_values, ess_interval, sequence_kl, weight_sums
+from mismatch_probe.stats.summary import SEQUENCE_KL, bias_values, put_law, put_weights, sequence_kl
 from mismatch_probe.stats.terms import PARTS, RATIOS, VOCABULARY, StepTokens, statistic_of, terms
 from mismatch_probe.stats.types import Floats, Ints
+from mismatch_probe.stats.weights import (
+    covariance_of,
+    intervals_of_tokens,
+    intervals_of_weights,
+    weight_intervals,
+)
 
 
 class RunningSummary:
@@ -30,7 +36,7 @@ class RunningSummary:
         self._n_groups = int(group_of_sequence.max(initial=-1)) + 1
         self.tokens: Ints = np.zeros(len(group_of_sequence), dtype=np.int64)
         self._sources = {source: self._new(source) for source in (*PARTS, *VOCABULARY)}
-        self._both, self._bias = RunningComoment(), RunningBias()
+        self._both, self._bias = RunningComoment(self._n_groups), RunningBias()
 
     def _new(self, source: str) -> _Source:
         return _Source(source, self._group, self._n_groups, self._most)
@@ -53,10 +59,9 @@ class RunningSummary:
                 sums.add(values[known], Runs(sequence[known]))
         discrepancy, lag = tokens.split.discrepancy, tokens.split.lag
         both = ~(np.isnan(discrepancy) | np.isnan(lag))
-        if both.all():
-            self._both.add(discrepancy, lag)
-        elif both.any():
-            self._both.add(discrepancy[both], lag[both])
+        if both.any():
+            mine = runs if both.all() else Runs(sequence[both])
+            self._both.add(discrepancy[both], lag[both], mine, self._group[mine.sequence])
         size = int(tokens.token_id.max(initial=-1)) + 1
         self._bias.add(*discrepancy_bias_sums(discrepancy, tokens.token_id, tokens.half, size))
 
@@ -65,7 +70,7 @@ class RunningSummary:
         for source in sources:
             self._sources[source] = self._new(source)
         if "discrepancy" in sources:
-            self._both, self._bias = RunningComoment(), RunningBias()
+            self._both, self._bias = RunningComoment(self._n_groups), RunningBias()
 
     def known(self, source: str) -> int:
         """Tokens at which it is not null."""
@@ -102,8 +107,7 @@ class RunningSummary:
         values: dict[str, float] = {}
         for ratio, part in RATIOS.items():
             self._weigh(ratio, part, intervals, found, values)
-        values["discrepancy_half_ess_length"] = half_length(self._sources["discrepancy"].weights.variance)
-        values["discrepancy_lag_covariance"] = self._both.value()
+        found["discrepancy_lag_covariance"] = covariance_of(self._both.sums, intervals)
         bias = mean_bias(self._bias.sums, self._bias.tokens) if self._bias.tokens.any() else None
         values |= bias_values("discrepancy", bias, previous)
         return values, found, None if bias is None else bias.vector
@@ -111,24 +115,20 @@ class RunningSummary:
     def _weigh(
         self, ratio: str, part: str, intervals: ClusterIntervals, found: dict[str, Interval], values: dict[str, float]
     ) -> None:
-        """ESS and health of one ratio's weights at each level."""
+        """What one ratio's weights are worth at each level."""
         sums = self._sources[part]
         sequence = self.sequence_sums(part)
         prompt = group_log_means(sequence, Levels(np.zeros(0, dtype=np.int64), self._group))
-        weights = {
-            "token": sums.weights.sums,
-            "sequence": weight_sums(sequence, self._group, self._n_groups),
-            "prompt": weight_sums(prompt, np.arange(len(prompt)), self._n_groups),
-        }
-        health = {"token": sums.weights.health(), "sequence": unit_health(sequence), "prompt": unit_health(prompt)}
-        for level, each in weights.items():
-            name = f"ess_{ratio}_{level}"
-            found[name], values[f"{name}_bias"] = ess_interval(each, intervals)
-            values |= {f"{what}_{ratio}_{level}": value for what, value in health[level].items()}
-        values |= {f"{what}_{ratio}": value for what, value in sums.weights.extremes().items()}
-        present = int((sums.tokens > 0).sum())
-        length = sums.tokens.sum() / present if present else np.nan
-        values[f"predicted_ess_{ratio}_sequence"] = two_line_law(float(length), sums.weights.variance)
+        here = intervals_of_weights(*sums.weights.sums, intervals)
+        put_weights(ratio, "token", here, sums.weights.health(), found, values)
+        for level, units, group in (
+            ("sequence", sequence, self._group),
+            ("prompt", prompt, np.arange(len(prompt), dtype=np.int64)),
+        ):
+            put_weights(ratio, level, weight_intervals(units, group, intervals), weight_health(units), found, values)
+        present = np.bincount(self._group[sums.tokens > 0], minlength=self._n_groups).astype(np.float64)
+        law = intervals_of_tokens(sums.weights.extremes, sums.weights.law_sums(present), intervals)
+        put_law(ratio, law, found)
 
 
 class _Source:

@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
-from mismatch_probe.stats.health import unit_health
-from mismatch_probe.stats.tails import LARGEST_LOG, tail_length, tail_shape
+from mismatch_probe.stats.health import weight_health
+from mismatch_probe.stats.tails import tail_length, tail_shape
 from mismatch_probe.stats.types import Floats, Ints
+from mismatch_probe.stats.weights import EXTREMES
 
 _FAR = 300.0
 """Nats between the scale of the sums and the largest weight: e^600 and its square's sum are within float64."""
@@ -59,27 +60,35 @@ class RunningLargest:
 
 
 class RunningComoment:
-    """Covariance of two values, or the variance of one with itself, joined from chunks about their own means.
+    """Count, sums and sum of products of pairs by prompt group, about the means of all: for covariance and variance.
 
-    Source: Chan, Golub and LeVeque (1983), "Algorithms for computing the sample variance".
+    Held about the first chunk's means, which are near those of all, and moved there at the end.
+
+    Args:
+        n_groups: G.
     """
 
-    def __init__(self) -> None:
-        self.count, self._x, self._y, self._product = 0, 0.0, 0.0, 0.0
+    def __init__(self, n_groups: int) -> None:
+        self._sums = np.zeros((4, n_groups))
+        self._origin: tuple[float, float] | None = None
 
-    def add(self, x: Floats, y: Floats) -> None:
-        """Take in pairs, (n,), none of them null, at least one."""
-        n, total = len(x), self.count + len(x)
-        mean_x, mean_y = float(x.mean()), float(y.mean())
-        from_x, from_y = mean_x - self._x, mean_y - self._y
-        self._product += float((x - mean_x) @ (y - mean_y)) + from_x * from_y * self.count * n / total
-        self._x += from_x * n / total
-        self._y += from_y * n / total
-        self.count = total
+    def add(self, x: Floats, y: Floats, runs: Runs, group_of_run: Ints) -> None:
+        """Take in pairs, (n,), none of them null, at least one, and where their groups begin."""
+        if self._origin is None:
+            self._origin = float(x.mean()), float(y.mean())
+        a, b = x - self._origin[0], y - self._origin[1]
+        for sums, more in zip(self._sums, (runs.lengths, runs.sums(a), runs.sums(b), runs.sums(a * b)), strict=True):
+            np.add.at(sums, group_of_run, more)
 
-    def value(self) -> float:
-        """Mean product of the deviations; NaN before any pair."""
-        return self._product / self.count if self.count else math.nan
+    @property
+    def sums(self) -> Floats:
+        """Count, sum of x, of y and of x y about their means, (G, 4)."""
+        count, a, b, product = self._sums
+        if not count.any():
+            return np.asarray(self._sums.T.copy())
+        x, y = a.sum() / count.sum(), b.sum() / count.sum()
+        about = [count, a - count * x, b - count * y, product - x * b - y * a + count * x * y]
+        return np.stack(about, axis=1)
 
 
 class RunningWeights:
@@ -91,25 +100,25 @@ class RunningWeights:
     """
 
     def __init__(self, n_groups: int, most: int) -> None:
-        self._sums = np.zeros((3, n_groups))
-        self._shift, self._peak, self._tilt = 0.0, -math.inf, 0.0
-        self._largest, self._spread = RunningLargest(tail_length(most) + 1), RunningComoment()
-        self._beyond = np.zeros(2)
+        self._sums = np.zeros((4, n_groups))
+        self._shift, self._peak = 0.0, -math.inf
+        self._largest, self._spread = RunningLargest(tail_length(most) + 1), RunningComoment(n_groups)
+        self._beyond = np.zeros((len(EXTREMES), n_groups))
 
     def add(self, log_weights: Floats, runs: Runs, group_of_run: Ints) -> None:
         """Take in log-weights, nats, (n,), none of them null, at least one, and where their groups begin."""
         self._rise(float(log_weights.max()))
         shifted = log_weights - self._shift
         weights = np.exp(shifted)
-        for sums, more in zip(
-            self._sums, (runs.lengths, runs.sums(weights), runs.sums(np.square(weights))), strict=True
-        ):
+        tilted = np.where(weights > 0, weights * shifted, 0.0)
+        each = (runs.lengths, runs.sums(weights), runs.sums(np.square(weights)), runs.sums(tilted))
+        for sums, more in zip(self._sums, each, strict=True):
             np.add.at(sums, group_of_run, more)
-        self._tilt += float(weights @ shifted)
         self._largest.add(log_weights)
-        self._spread.add(log_weights, log_weights)
+        self._spread.add(log_weights, log_weights, runs, group_of_run)
         size = np.abs(log_weights)
-        self._beyond += np.count_nonzero(size > math.log(2)), np.count_nonzero(size > math.log(1.25))
+        for beyond, limit in zip(self._beyond, EXTREMES.values(), strict=True):
+            np.add.at(beyond, group_of_run, runs.sums((size > limit).astype(np.float64)))
 
     def _rise(self, peak: float) -> None:
         """Keep the sums within float64: another factor where the largest weight is far above the present one."""
@@ -119,40 +128,41 @@ class RunningWeights:
             self._shift = self._peak
         elif by > _FAR:
             fall = math.exp(-by)
-            self._tilt = fall * (self._tilt - by * float(self._sums[1].sum()))
+            self._sums[3] -= by * self._sums[1]
             self._sums[1:] *= fall
             self._sums[2] *= fall  # once more, since fall^2 may be 0 where the sum times it is not
             self._shift = self._peak
 
     @property
-    def sums(self) -> Floats:
-        """Count, sum of w and sum of w^2 of each group, (G, 3), scaled by the largest weight."""
-        fall = math.exp(self._shift - self._peak) if self._sums.any() else 1.0
-        return np.asarray(self._sums.T * (1.0, fall, fall * fall))
+    def sums(self) -> tuple[Floats, float]:
+        """As ``weights.weight_sums`` of all of them at once."""
+        if not self._sums.any():
+            return self._sums.T.copy(), 0.0
+        by = self._shift - self._peak
+        fall = math.exp(by)
+        count, weights, squares, tilted = self._sums
+        scaled = [count, weights * fall, squares * fall * fall, (tilted + by * weights) * fall]
+        return np.stack(scaled, axis=1), self._peak
+
+    def law_sums(self, sequences: Floats) -> Floats:
+        """Count, sum and sum of squares about the mean, and ``sequences`` (G,) beside them, (G, 4)."""
+        about = self._spread.sums
+        return np.column_stack([about[:, 0], about[:, 1], about[:, 3], sequences])
 
     @property
-    def variance(self) -> float:
-        """Of the log-weights, nats^2; NaN before any."""
-        return self._spread.value()
+    def extremes(self) -> Floats:
+        """Count of tokens, and of those beyond each of ``weights.EXTREMES``, by prompt group, (G, 3)."""
+        return np.column_stack([self._sums[0], *self._beyond])
 
     def health(self) -> dict[str, float]:
-        """As ``health.unit_health`` of all of them at once."""
-        n, total, squares = map(float, self._sums.sum(axis=1))
+        """As ``health.weight_health`` of all of them at once."""
+        n, total = float(self._sums[0].sum()), float(self._sums[1].sum())
         if not n:
-            return unit_health(np.zeros(0))
-        log_mean_square = 2 * self._shift + math.log(squares / n)
+            return weight_health(np.zeros(0))
         return {
             "pareto_k": tail_shape(self._largest.values(), int(n)),
-            "perplexity_ess": min(math.exp(math.log(total / n) - self._tilt / total), 1.0),
             "max_weight_share": math.exp(self._peak - self._shift) / total,
-            "chi_square": max(n * squares / total**2 - 1, 0.0),
-            "second_moment": math.exp(log_mean_square) if log_mean_square < LARGEST_LOG else math.nan,
         }
-
-    def extremes(self) -> dict[str, float]:
-        """Shares of the tokens beyond ln 2, and outside [0.8, 1.25]."""
-        n = float(self._sums[0].sum())
-        return {"share_beyond_ln2": self._beyond[0] / n, "share_outside_band": self._beyond[1] / n} if n else {}
 
 
 class RunningBias:

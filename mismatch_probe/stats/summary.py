@@ -10,7 +10,7 @@ import numpy as np
 
 from mismatch_probe.stats.bias import MeanBias, cosine, discrepancy_bias_sums, mean_bias
 from mismatch_probe.stats.ess import ess_from_sums
-from mismatch_probe.stats.health import length_at_half_ess, level_log_weights, predicted_sequence_ess, weight_health
+from mismatch_probe.stats.health import level_log_weights, weight_health
 from mismatch_probe.stats.intervals import (
     IDENTITY,
     LOG,
@@ -18,12 +18,14 @@ from mismatch_probe.stats.intervals import (
     ClusterIntervals,
     Interval,
     group_sums,
+    interval_reasons,
     mean,
 )
-from mismatch_probe.stats.positions import Places, audit_places, full_kl
+from mismatch_probe.stats.positions import Places, audit_places, full_kl_interval
 from mismatch_probe.stats.ratios import Levels, drop_nulls, sequence_sums
 from mismatch_probe.stats.terms import PARTS, RATIOS, VOCABULARY, StepTokens, statistic_of, terms
 from mismatch_probe.stats.types import Floats, Ints
+from mismatch_probe.stats.weights import covariance_interval, token_intervals, weight_intervals, weight_sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,27 +61,23 @@ def summarise(tokens: StepTokens, intervals: ClusterIntervals, previous: BiasVec
 
 def _summarise(tokens: StepTokens, intervals: ClusterIntervals, previous: BiasVectors) -> Summary:
     found, values = _moments(tokens, intervals), {}
-    for name, (interval, bias) in _ess(tokens, intervals).items():
-        found[name], values[f"{name}_bias"] = interval, bias
+    weights, health = _weights(tokens, intervals)
+    found |= weights
+    values.update(health)
     biases, vectors = _bias(tokens, previous)
     values.update(biases)
-    values.update(_health(tokens))
     places = audit_places(tokens.split.log_ratio, tokens.kl_trainer_stale, tokens.levels, intervals)
     if len(tokens.token_id) and not tokens.split.lag.any() and not tokens.total_variation.any():
         # The same weights on both sides: the KL is zero on any prefix, seen or not.
-        values["full_kl_trainer_stale"], refusal = 0.0, ""
+        full = Interval(0.0, 0.0, 0.0)
     else:
-        values["full_kl_trainer_stale"], refusal = full_kl(places)
-    known = ~np.isnan(tokens.split.discrepancy) & ~np.isnan(tokens.split.lag)
-    if known.any():
-        values["discrepancy_lag_covariance"] = float(
-            np.cov(tokens.split.discrepancy[known], tokens.split.lag[known], bias=True)[0, 1]
-        )
-    reasons = sorted({f"no interval: {i.reason}" for i in found.values() if i.reason and math.isfinite(i.value)})
-    beyond = sorted(name for name, interval in found.items() if math.isinf(interval.value))
-    if beyond:
-        reasons.append(f"{', '.join(beyond)}: {found[beyond[0]].reason}")
-    return Summary(values, found, vectors, places, [*([refusal] if refusal else []), *reasons])
+        full = full_kl_interval(places, intervals)
+    found["full_kl_trainer_stale"] = full
+    found["discrepancy_lag_covariance"] = covariance_interval(
+        tokens.split.discrepancy, tokens.split.lag, tokens.levels.group, intervals
+    )
+    refusal = [full.reason] if math.isnan(full.value) else []
+    return Summary(values, found, vectors, places, [*refusal, *interval_reasons(found)])
 
 
 def _moments(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, Interval]:
@@ -117,29 +115,6 @@ def sequence_kl(sums: Mapping[str, Floats], group: Ints, intervals: ClusterInter
     return out
 
 
-def _ess(tokens: StepTokens, intervals: ClusterIntervals) -> dict[str, tuple[Interval, float]]:
-    """ESS of the lag, discrepancy and total ratio at token, sequence and prompt level, and its small-sample bias."""
-    out = {}
-    levels, group_of = tokens.levels, _groups_of(tokens.levels)
-    for ratio, part in RATIOS.items():
-        for level, values in level_log_weights(tokens.of(part), levels).items():
-            sums = weight_sums(values, group_of[level], intervals.n_groups)
-            out[f"ess_{ratio}_{level}"] = ess_interval(sums, intervals)
-    return out
-
-
-def weight_sums(log_weights: Floats, group: Ints, n_groups: int) -> Floats:
-    """Count, sum of w and sum of w^2 of each group, (G, 3), scaled by the largest weight; NaN entries are left out."""
-    known, of = drop_nulls(log_weights, group)
-    weights = np.exp(known - known.max()) if len(known) else known
-    return group_sums([weights, np.square(weights)], of, n_groups)
-
-
-def ess_interval(sums: Floats, intervals: ClusterIntervals) -> tuple[Interval, float]:
-    """ESS with its interval, and its small-sample bias, from ``weight_sums``."""
-    return intervals.interval(sums, ess_from_sums, LOG_MINUS_LOG), intervals.bootstrap_bias(sums, ess_from_sums)
-
-
 def judged_ess(log_weights: Floats, levels: Levels, level: str, intervals: ClusterIntervals) -> Interval:
     """ESS of one ratio at one level, as in the steps table, with its interval; NaN = null.
 
@@ -149,27 +124,51 @@ def judged_ess(log_weights: Floats, levels: Levels, level: str, intervals: Clust
         level: token, sequence or prompt.
         intervals: over the prompt groups.
     """
-    group = _groups_of(levels)[level]
-    return ess_interval(weight_sums(level_log_weights(log_weights, levels)[level], group, levels.n_groups), intervals)[
-        0
-    ]
+    values = level_log_weights(log_weights, levels)[level]
+    sums, _ = weight_sums(values, groups_of(levels)[level], levels.n_groups)
+    return intervals.interval(sums, ess_from_sums, LOG_MINUS_LOG)
 
 
-def _groups_of(levels: Levels) -> dict[str, Ints]:
+def groups_of(levels: Levels) -> dict[str, Ints]:
     """Prompt group of each token, sequence and prompt group."""
     groups = np.arange(levels.n_groups, dtype=np.int64)
     return {"token": levels.group, "sequence": levels.group_of_sequence, "prompt": groups}
 
 
-def _health(tokens: StepTokens) -> dict[str, float]:
-    """Tails and giants of the weights at each level, and the two-line law."""
+def _weights(tokens: StepTokens, intervals: ClusterIntervals) -> tuple[dict[str, Interval], dict[str, float]]:
+    """The lag, discrepancy and total weights at token, sequence and prompt level, and the two-line law."""
+    levels, group_of = tokens.levels, groups_of(tokens.levels)
+    found: dict[str, Interval] = {}
     values: dict[str, float] = {}
     for ratio, part in RATIOS.items():
         log_weights = tokens.of(part)
-        values.update(weight_health(ratio, log_weights, tokens.levels))
-        values[f"predicted_ess_{ratio}_sequence"] = predicted_sequence_ess(log_weights, tokens.levels)
-    values["discrepancy_half_ess_length"] = length_at_half_ess(tokens.split.discrepancy)
-    return values
+        for level, units in level_log_weights(log_weights, levels).items():
+            here = weight_intervals(units, group_of[level], intervals)
+            put_weights(ratio, level, here, weight_health(units), found, values)
+        put_law(ratio, token_intervals(log_weights, levels, intervals), found)
+    return found, values
+
+
+def put_weights(
+    ratio: str,
+    level: str,
+    here: dict[str, Interval],
+    health: dict[str, float],
+    found: dict[str, Interval],
+    values: dict[str, float],
+) -> None:
+    """Name what one ratio's weights at one level gave as the columns are named."""
+    values[f"ess_{ratio}_{level}_bias"] = here.pop("ess_bias").value
+    found |= {f"{name}_{ratio}_{level}": interval for name, interval in here.items()}
+    values |= {f"{name}_{ratio}_{level}": value for name, value in health.items()}
+
+
+def put_law(ratio: str, law: dict[str, Interval], found: dict[str, Interval]) -> None:
+    """Name what one ratio's tokens gave as the columns are named."""
+    found |= {f"share_{name}_{ratio}": law[f"share_{name}"] for name in ("beyond_ln2", "outside_band")}
+    found[f"predicted_ess_{ratio}_sequence"] = law["predicted_ess"]
+    if ratio == "discrepancy":
+        found["discrepancy_half_ess_length"] = law["half_ess_length"]
 
 
 def _bias(tokens: StepTokens, previous: BiasVectors) -> tuple[dict[str, float], BiasVectors]:

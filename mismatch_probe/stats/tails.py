@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from mismatch_probe.stats.ess import ess
 from mismatch_probe.stats.types import Floats
 
 LARGEST_LOG = math.log(np.finfo(np.float64).max)
@@ -74,11 +75,21 @@ def perplexity_ess(log_weights: Floats) -> float:
     Returns:
         The share, or NaN when nothing is left.
     """
-    share = _shares(log_weights)
-    if not len(share):
+    known = log_weights[~np.isnan(log_weights)]
+    if not len(known):
         return math.nan
-    there = share[share > 0]
-    return min(float(np.exp(-(there * np.log(there)).sum())) / len(share), 1.0)
+    logs = known - known.max()
+    weights = np.exp(logs)
+    entropies = weights * np.where(weights > 0, logs, 0.0)
+    return float(perplexity_from_sums(np.array(float(len(weights))), weights.sum(), entropies.sum()))
+
+
+def perplexity_from_sums(count: Floats, weights: Floats, entropies: Floats) -> Floats:
+    """Perplexity ESS from count, sum w and sum w log w; the weights may carry any common factor.
+
+    With S = sum w, H - log n = log(S / n) - (sum w log w) / S, which is exactly 0 for equal weights.
+    """
+    return np.minimum(np.exp(np.log(weights / count) - entropies / weights), 1.0)
 
 
 def max_weight_share(log_weights: Floats) -> float:
@@ -92,8 +103,8 @@ def chi_square(log_weights: Floats) -> float:
 
     The variance of the weights over their squared mean; 1 where the ESS is 1/2.
     """
-    share = _shares(log_weights)
-    return max(len(share) * float(np.square(share).sum()) - 1, 0.0) if len(share) else math.nan
+    size = ess(log_weights)
+    return 1 / size - 1
 
 
 def second_moment(log_weights: Floats) -> float:
