@@ -57,6 +57,8 @@ TIMES = 2.0
 _FALSE = 0.001
 """Chance of a finding without a cause, over all the cuts that are tried."""
 _FEWEST_TOKENS, _FEWEST_GROUPS = 30, 4
+_SIZES = 5
+"""Of more sizes of group, so many are tried as the dividing one."""
 
 
 def check_groups(evidence: Evidence) -> Result:
@@ -65,7 +67,7 @@ def check_groups(evidence: Evidence) -> Result:
     if not len(left):
         return Result(not_testable=(NotTestable(("MP307",), "no token is left to compare"),))
     size = np.bincount(evidence.sequences.group)[evidence.sequences.group]
-    sizes = np.unique(size[left.sequence])
+    sizes = np.unique(np.quantile(np.unique(size[left.sequence]), np.linspace(0, 1, _SIZES), method="nearest"))
     if len(sizes) < 2:
         why = "every prompt has the same number of responses, so nothing tells large groups from small ones"
         return Result(not_testable=(NotTestable(("MP307",), why),))
@@ -133,7 +135,7 @@ def _contrast(left: Residual, there: Bools, among: Bools, looks: int) -> _Contra
     """Tokens ``there`` against the others, both ``among`` some; None where they do not clearly differ."""
     inside, outside = there & among, ~there & among
     for side in (inside, outside):
-        if side.sum() < _FEWEST_TOKENS or len(np.unique(left.group[side])) < _FEWEST_GROUPS:
+        if side.sum() < _FEWEST_TOKENS or np.count_nonzero(np.bincount(left.group[side])) < _FEWEST_GROUPS:
             return None
     gap, low, high = difference(left.size[among], there[among], left.group[among], 1 - _FALSE / max(1, looks))
     level = float(left.size[inside].mean())

@@ -27,14 +27,13 @@ def bucket_means(values: Floats, level: Ints, group: Ints, levels: int, confiden
     Args:
         values: (n,), none of them NaN.
         level: bucket of each, 0 to ``levels`` - 1, -1 for none, (n,).
-        group: prompt group of each, any numbers, (n,).
+        group: prompt group of each, numbered from 0 with gaps or without, (n,).
         levels: L.
         confidence: of the interval.
     """
     kept = level >= 0
-    _, number = np.unique(group[kept], return_inverse=True)
-    groups = int(number.max()) + 1 if len(number) else 0
-    cell = number * levels + level[kept]
+    groups = int(group[kept].max()) + 1 if kept.any() else 0
+    cell = group[kept] * levels + level[kept]
     counts = np.bincount(cell, minlength=groups * levels).reshape(groups, levels)
     sums = np.bincount(cell, weights=values[kept], minlength=groups * levels).reshape(groups, levels)
     tokens = counts.sum(axis=0)
@@ -62,9 +61,8 @@ def mean_of(values: Floats, group: Ints, confidence: float = 0.95) -> tuple[floa
 
 def difference(values: Floats, there: Bools, group: Ints, confidence: float = 0.95) -> tuple[float, float, float]:
     """Mean of the values where ``there`` minus that elsewhere, and its interval by prompt groups; NaN if unknown."""
-    _, number = np.unique(group, return_inverse=True)
-    groups = int(number.max()) + 1 if len(number) else 0
-    cell = number * 2 + there
+    groups = int(group.max()) + 1 if len(group) else 0
+    cell = group * 2 + there
     counts = np.bincount(cell, minlength=2 * groups).reshape(groups, 2).astype(np.float64)
     sums = np.bincount(cell, weights=values, minlength=2 * groups).reshape(groups, 2)
     if not len(counts) or not (counts.sum(axis=0) > 0).all():
@@ -77,7 +75,8 @@ def difference(values: Floats, there: Bools, group: Ints, confidence: float = 0.
     sides = (counts > 0).sum(axis=0)
     if sides.min() < 2:
         return found, float("nan"), float("nan")
-    error = np.sqrt(groups / (groups - 1) * np.square(push).sum())
+    held = int((counts.sum(axis=1) > 0).sum())
+    error = np.sqrt(held / (held - 1) * np.square(push).sum())
     reach = _t(round((1 + confidence) / 2, 9), int(sides.min()) - 1) * error
     return found, float(found - reach), float(found + reach)
 
