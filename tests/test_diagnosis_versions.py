@@ -61,19 +61,25 @@ def versions(number: int) -> list[Candidate]:
 
 def test_a_frozen_version_is_carried_to_every_step() -> None:
     named = {step: {step} for step in range(20)}
-    found = carry(versions(20), named, {5: {5, 0}, 15: {15, 0}})
+    found = carry(versions(20), named, {5: {5, 0}, 15: {15, 0}}, {5: {0}, 15: {0}})
     assert found[10] >= {0, 9, 10, 11}
     assert len(found[10]) < 10
 
 
 def test_an_offset_is_carried_to_every_step() -> None:
     named = {step: {step} for step in range(20)}
-    found = carry(versions(20), named, {5: {5, 2}, 15: {15, 12}})
+    found = carry(versions(20), named, {5: {5, 2}, 15: {15, 12}}, {5: {2}, 15: {12}})
     assert 7 in found[10]
 
 
+def test_a_healthy_run_tries_the_named_version_and_its_neighbours() -> None:
+    named = {step: {step} for step in range(20)}
+    found = carry(versions(20), named, {5: {4, 5, 6}, 15: {14, 15, 16}}, {5: set(), 15: set()})
+    assert found[10] == {9, 10, 11}
+
+
 def test_steps_that_name_nothing_try_what_did_well_anywhere() -> None:
-    found = carry(versions(20), {3: {3}, 4: set()}, {3: {3, 7}})
+    found = carry(versions(20), {3: {3}, 4: set()}, {3: {3, 7}}, {3: {7}})
     assert found[4] == {3, 7}
 
 
@@ -88,5 +94,5 @@ def test_a_label_stands_still_only_where_the_found_versions_move() -> None:
 def test_the_budget_of_a_long_run_is_a_fifth_of_what_decompose_scores(tokens: int) -> None:
     steps, candidates = 50, 51
     budget = Budget.for_run(tokens, steps, candidates)
-    scored = 8 * candidates * budget.coarse + steps * 4 * budget.fine
-    assert scored <= max(0.2 * 2 * tokens, 8 * candidates * 64 + steps * 4 * 128)
+    scored = 6 * candidates * budget.coarse + steps * 4 * budget.fine
+    assert scored <= max(0.6 * 0.2 * 2 * tokens, 6 * candidates * 64 + steps * 4 * 128)

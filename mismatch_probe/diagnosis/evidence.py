@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -139,12 +140,12 @@ class Evidence:
         """D = log pi_s - log mu of every token, (m,)."""
         return self.tokens.stale - self.tokens.sampler
 
-    @property
+    @cached_property
     def step_of_token(self) -> Ints:
         """(m,)."""
         return self.sequences.step[self.tokens.sequence]
 
-    @property
+    @cached_property
     def group_of_token(self) -> Ints:
         """(m,)."""
         return self.sequences.group[self.tokens.sequence]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -37,21 +37,26 @@ class FineTable:
         The others are tried as declared and at the temperature that fits the named ones best. Where that leaves a gap
         that numerics do not usually give, every temperature is tried for all.
         """
-        everything = {step: set(self._grid) for step in chosen}
-        self._fill({step: own & chosen[step] for step, own in named.items()}, everything)
-        few = {step: {declared, self._best(step, named[step])} if named[step] else set(self._grid) for step in chosen}
-        self._fill({step: tried - named[step] for step, tried in chosen.items()}, few)
-        wide = [step for step in chosen if few[step] != set(self._grid) and self._gap(step) > WIDE]
-        rest = {step: set(self._grid) - few[step] for step in wide}
-        self._fill({step: chosen[step] - named[step] for step in wide}, rest)
+        whole = set(self._grid)
 
-    def _fill(self, tried: Mapping[int, set[int]], temperatures: Mapping[int, set[float]]) -> None:
+        def first(step: int, candidate: int) -> set[float]:
+            return whole if candidate in named[step] or not named[step] else {declared}
+
+        # Loading a network costs more than its few tokens, so one pass does all that is known to be needed.
+        self._fill(chosen, first)
+        best = {step: self._best(step, named[step]) for step in chosen if named[step]}
+        others = {step: chosen[step] - named[step] for step in best}
+        self._fill({step: others[step] for step in best if best[step] != declared}, lambda step, _: {best[step]})
+        wide = {step: others[step] for step in best if self._gap(step) > WIDE}
+        self._fill(wide, lambda step, _: whole - {declared, best[step]})
+
+    def _fill(self, tried: Mapping[int, set[int]], temperatures: Callable[[int, int], set[float]]) -> None:
         """Score some candidates at some steps; steps of one set of temperatures go together."""
         for number in range(len(self._candidates)):
             together: dict[tuple[float, ...], list[int]] = {}
             for step, candidates in tried.items():
                 if number in candidates:
-                    together.setdefault(tuple(sorted(temperatures[step])), []).append(step)
+                    together.setdefault(tuple(sorted(temperatures(step, number))), []).append(step)
             for grid, steps in together.items():
                 at = np.isin(self._step, steps)
                 if at.any() and grid:

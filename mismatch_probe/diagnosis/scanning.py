@@ -27,9 +27,9 @@ SHARE = 0.2
 _FEW = 8
 """So many candidates are all tried finely; of more, those that the coarse pass leaves."""
 _BEST = 3
-_PROBES = 8
+_PROBES = 6
 """So many steps, evenly spaced, and as many that stand out, try all of many candidates; the others what did well."""
-_OUTSTANDING = 1.5
+_OUTSTANDING, _BETTER = 1.5, 0.8
 _PREFIX = 64
 """Response tokens of a sequence that the coarse pass takes."""
 
@@ -45,16 +45,14 @@ class Budget:
     def for_run(cls, tokens: int, steps: int, candidates: int) -> Budget:
         """So that the scans add at most SHARE to a decompose of ``tokens`` response tokens under two networks.
 
-        Few candidates are tried on no fewer tokens than the defaults, many on half as many: there the fine pass takes
-        a third of the share, a third goes to the coarse pass at a few steps, and a third to prompts and temperatures.
+        Few candidates are tried on no fewer tokens than the defaults, many on half as many. Prompts, which every
+        sequence brings along, and temperatures take half of the share.
         """
+        share = SHARE * 2 * tokens
         if candidates <= _FEW:
-            return cls(
-                cls.coarse, max(cls.fine, min(1024, int(SHARE * 2 * tokens / max(1, steps) / (2 * (_BEST + 1)))))
-            )
-        share = SHARE * 2 * tokens / 3
-        coarse = int(share / min(steps, _PROBES) / candidates)
-        fine = int(share / max(1, steps) / (_BEST + 1))
+            return cls(cls.coarse, max(cls.fine, min(1024, int(share / max(1, steps) / (2 * (_BEST + 1))))))
+        coarse = int(share / 5 / max(1, min(steps, _PROBES)) / candidates)
+        fine = int(share / 3 / max(1, steps) / (_BEST + 1))
         return cls(min(256, max(cls.coarse, coarse)), min(1024, max(cls.fine // 2, fine)))
 
 
@@ -112,8 +110,9 @@ def scan(
         there = worth & np.isin(evidence.step_of_token, probes)
         coarse = _sample(evidence, there, budget.coarse, seed, _PREFIX)
         found = [_coarsely(evidence, coarse, worth, candidate, declared, scorer) for candidate in candidates]
-        promising = {step: _promising(evidence, found, named, step) for step in probes}
-        chosen = carry(candidates, {int(step): _named_at(evidence, named, int(step)) for step in steps}, promising)
+        looked = {step: _promising(evidence, found, named, step) for step in probes}
+        tried, better = ({step: both[which] for step, both in looked.items()} for which in (0, 1))
+        chosen = carry(candidates, {int(step): _named_at(evidence, named, int(step)) for step in steps}, tried, better)
     fine = _sample(evidence, worth, budget.fine, seed)
     table = FineTable(evidence, candidates, grid, fine & worth, scorer)
     table.fill_all(chosen, {int(step): _named_at(evidence, named, int(step)) for step in steps}, declared)
@@ -142,36 +141,41 @@ def choose_probes(evidence: Evidence, worth: Bools) -> list[int]:
 
 
 def carry(
-    candidates: Sequence[Candidate], named: Mapping[int, set[int]], promising: Mapping[int, set[int]]
+    candidates: Sequence[Candidate],
+    named: Mapping[int, set[int]],
+    tried: Mapping[int, set[int]],
+    better: Mapping[int, set[int]],
 ) -> dict[int, set[int]]:
     """Candidates to try finely at every step: what did well at the steps that tried all, and what it means elsewhere.
 
     Args:
         candidates: all of them.
         named: those that tokens of a step name, by step.
-        promising: the best of all, the very best first, by step that tried all.
+        tried: those worth a closer look, by step that tried all.
+        better: those of them that beat what is named there: the same ones are tried at other steps, and those as many
+            versions away.
     """
     place = {(one.whose, one.version): at for at, one in enumerate(candidates) if one.version is not None}
     absolute: Counter[int] = Counter()
     offset: Counter[int] = Counter()
-    for step, best in promising.items():
-        absolute.update(best - named[step])
+    for step, best in better.items():
+        absolute.update(best)
         own_versions = [v for own in named[step] if (v := candidates[own].version) is not None]
-        there = [v for at in best - named[step] if (v := candidates[at].version) is not None]
+        there = [v for at in best if (v := candidates[at].version) is not None]
         offset.update({v - own for v in there for own in own_versions})
     often = {at for at, _ in absolute.most_common(_BEST)}
     offsets = {-1, 1, *(by for by, _ in offset.most_common(_BEST))}
     out = {}
     for step, own in named.items():
-        if step in promising or not own:
-            out[step] = promising.get(step) or set().union(*promising.values())
+        if step in tried or not own:
+            out[step] = tried.get(step) or set().union(*tried.values())
             continue
         near = {
             at
             for one in own
-            for offset in offsets
+            for by in offsets
             if (version := candidates[one].version) is not None
-            and (at := place.get((candidates[one].whose, version + offset))) is not None
+            and (at := place.get((candidates[one].whose, version + by))) is not None
         }
         out[step] = own | near | often
     return out
@@ -181,22 +185,32 @@ def _named_at(evidence: Evidence, named: Ints, step: int) -> set[int]:
     return {int(one) for one in np.unique(named[evidence.step_of_token == step]) if one >= 0}
 
 
-def _promising(evidence: Evidence, found: list[Floats], named: Ints, step: int) -> set[int]:
-    """Candidates worth a closer look at one step: the best of all its tokens, of single sequences, and the named.
+def _promising(evidence: Evidence, found: list[Floats], named: Ints, step: int) -> tuple[set[int], set[int]]:
+    """Candidates worth a closer look at one step, and those of them that beat what the run names.
 
-    Where the named one is best there are its neighbours besides, which is no news for other steps.
+    The first are the best of all tokens, those of single sequences, and the named. Where the named one is best, the
+    others are its neighbours, which is no news for other steps.
     """
     mine = evidence.step_of_token == step
-    gaps = np.array([np.minimum(np.abs(one - evidence.tokens.sampler), CAP)[mine] for one in found])  # (K, n)
+    sampler = evidence.tokens.sampler[mine]
+    gaps = np.array([np.minimum(np.abs(one[mine] - sampler), CAP) for one in found])  # (K, n)
     known = ~np.isnan(gaps).all(axis=0)
     gaps[np.isnan(gaps).all(axis=1)] = CAP  # it could not be loaded
-    order = np.argsort(gaps[:, known].mean(axis=1), kind="stable")
-    sequence = evidence.tokens.sequence[mine][known]
-    _, number = np.unique(sequence, return_inverse=True)
-    sums = np.array([np.bincount(number, weights=row) for row in gaps[:, known]])
-    winners, votes = np.unique(sums.argmin(axis=0), return_counts=True)
+    gaps, own = gaps[:, known], named[mine][known]
+    claimed = np.where(own >= 0, gaps[own, np.arange(len(own))], CAP)
+    order = np.argsort(gaps.mean(axis=1), kind="stable")
+    _, number = np.unique(evidence.tokens.sequence[mine][known], return_inverse=True)
+    sums = np.array([np.bincount(number, weights=row) for row in gaps])
+    winner = sums.argmin(axis=0)
+    winners, votes = np.unique(winner, return_counts=True)
     often = winners[votes >= max(2, 0.15 * votes.sum())]
-    return {*map(int, order[:_BEST]), *map(int, often), *(int(c) for c in np.unique(named[mine]) if c >= 0)}
+    better = {int(order[0])} if gaps[order[0]].mean() < _BETTER * claimed.mean() else set()
+    for one in often:
+        won = (winner == one)[number]
+        if gaps[one][won].mean() < _BETTER * claimed[won].mean():
+            better.add(int(one))
+    names = _named_at(evidence, named, step)
+    return {*map(int, order[:_BEST]), *map(int, often), *names}, better - names
 
 
 def _sample(evidence: Evidence, worth: Bools, most: int, seed: int, prefix: int | None = None) -> Bools:

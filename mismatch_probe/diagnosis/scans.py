@@ -76,13 +76,14 @@ PAGES = (
         ("huggingface/trl#4159", "verl-project/verl#4162"),
     ),
 )
+_VERSIONS = ("MP201", "MP202", "MP204", "MP214", "MP705")
 
 
 def check_scans(evidence: Evidence) -> Result:
     """Read every step in the simplest way that explains it, and say where that is not as claimed."""
     scan = evidence.scan
     if scan is None:
-        return Result(not_testable=(NotTestable(("MP201", "MP202", "MP204", "MP401", "MP101"), _why_none(evidence)),))
+        return Result(not_testable=(NotTestable((*_VERSIONS, "MP401", "MP101"), _why_none(evidence)),))
     steps = np.unique(evidence.step_of_token[scan.tokens])
     fits = [fit for step in steps if (fit := fit_step(evidence, scan, int(step))) is not None]
     repaired = evidence
@@ -92,7 +93,7 @@ def check_scans(evidence: Evidence) -> Result:
     findings = (*report.shifts(), *report.temperatures(), *report.versions())
     untested = []
     if len(scan.candidates) < 2:
-        untested.append(NotTestable(("MP201", "MP202", "MP204"), "the run holds one set of weights only"))
+        untested.append(NotTestable(_VERSIONS, "the run holds one set of weights only"))
     return Result(findings, tuple(untested), replace(repaired, fits=tuple(fits)))
 
 
