@@ -36,7 +36,7 @@ PAGES = (
         "The version scan along each response finds one version up to some token and another from there on.",
         "One version that fits the whole response as well.",
         "Log the version of every token (`sampler_version` as a list), or abort and restart responses at an update.",
-        ("ServiceNow/PipelineRL#1", "areal-project/AReaL#1736"),
+        ("areal-project/AReaL#1736",),
     ),
     Page(
         "MP705",

@@ -174,7 +174,7 @@ CASES = (
     Case(
         3,
         "raw log-probs and a stale prefix cache at once",
-        "ServiceNow/PipelineRL#1",
+        "https://huggingface.co/blog/ServiceNow-AI/correctness-before-corrections",
         "MP401",
         Variant("T = .6 raw, half of the prompts from version 0", both(0.6)),
         Variant("T = .5", both(0.5)),
