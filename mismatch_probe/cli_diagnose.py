@@ -37,6 +37,9 @@ def diagnose(
     fail_on: Annotated[
         FailOn | None, typer.Option(help="Exit 1 where a finding is as severe; default: exit 0 whatever is found.")
     ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="A decomposed run of yours whose level is normal.")
+    ] = None,
     format: Annotated[ReadableFormat, typer.Option("--format", help="How to print.")] = ReadableFormat.text,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[
@@ -71,6 +74,7 @@ def diagnose(
         tuple(select or ()),
         tuple(ignore or ()),
         None if fail_on is None else Severity[fail_on.value.upper()],
+        baseline,
         format.value,
         quiet,
     )

@@ -35,6 +35,7 @@ def run_diagnose(
     select: Sequence[str],
     ignore: Sequence[str],
     fail_on: Severity | None,
+    baseline: Path | None,
     format: str,
     quiet: bool,
 ) -> int:
@@ -44,6 +45,7 @@ def run_diagnose(
     from mismatch_probe.scoring_choice import scoring_choice
 
     check_codes([*select, *ignore])
+    other = None if baseline is None else open_analysis(baseline, None)
     run = open_run(run_dir, reading, run_format)
     folder = analysis_path(run_dir, output)
     options = DecomposeOptions(
@@ -67,7 +69,7 @@ def run_diagnose(
             progress.notice(f"{error}. What follows rests on the files alone")
         kept = folder / SCORES if analysis is not None else None
         scanning = Scanning(scoring_choice(run, options), kept, progress.tokens, progress.notice)
-        found = diagnose_run(run, analysis, scanning, options.seed)
+        found = diagnose_run(run, analysis, scanning, options.seed, other)
     if analysis is not None:
         write_bytes(folder / FILE, as_text(found).encode())
     shown = chosen(found, select, ignore)

@@ -11,7 +11,6 @@ import pytest
 from mismatch_probe.diagnosis.catalogue import pages
 from mismatch_probe.diagnosis.stored import as_content, read_findings
 from mismatch_probe.entry import main
-from tests.conftest import SAMPLE
 from tests.field.base import base
 from tests.field.cases_scans import frozen
 
@@ -131,9 +130,26 @@ def test_explain_prints_every_page_and_the_list(capsys: pytest.CaptureFixture[st
     assert main(["explain", "MP000"]) == 2
 
 
-@pytest.mark.parametrize("name", ["stale_run", "synced_run"])
-def test_healthy_sample_runs_have_no_finding_above_info(name: str, tmp_path: Path) -> None:
-    assert main(["decompose", str(SAMPLE / name), "-q", "-o", str(tmp_path / "out"), "--no-gradient"]) == 0
-    found = read_findings(tmp_path / "out")
-    assert found is not None
-    assert not [finding for finding in found.findings if finding.severity > 0]
+def test_a_baseline_of_ones_own_says_what_is_normal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, noise, nodes in (("mine", 0.05, 16), ("before", 0.013, 4)):
+        run = base(steps=2, noise=noise)
+        run.toml["about"] = [f"tp={nodes}"]
+        assert main(["decompose", str(run.write(tmp_path / name)), "-q", "--no-gradient", "--no-diagnose"]) == 0
+    capsys.readouterr()
+    arguments = ["diagnose", str(tmp_path / "mine"), "-q", "--select", "MP309", "--format", "json"]
+    assert main([*arguments, "--baseline", str(tmp_path / "before")]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    assert "tp" in found["summary"]
+    (gap,) = [number for number in found["numbers"] if number["name"] == "mean |D| minus the baseline's"]
+    assert 0 < gap["low"] < gap["value"] < gap["high"]
+    assert main([*arguments, "--baseline", str(tmp_path / "nowhere")]) == 2
+
+
+def test_where_the_gap_lives_is_shown(faulty: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", str(faulty), "-q"]) == 0
+    assert "share of |D| in the worst 1 % of tokens" in " ".join(capsys.readouterr().out.split())
+    assert main(["diagnose", str(faulty), "-q", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"position", "probability"} <= {bucket["bucket"] for bucket in found["buckets"]}
+    tokens = {bucket["level"]: bucket["tokens"] for bucket in found["buckets"] if bucket["bucket"] == "position"}
+    assert sum(tokens.values()) > 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -44,21 +45,28 @@ BEFORE_SCANS: tuple[Check, ...] = (semantics.check_truncation,)
 """Checks that look a first time before the scans, which would take what they see for something else."""
 
 
-def diagnose(evidence: Evidence, checks: Sequence[Check] | None = None) -> Diagnosis:
+def diagnose(
+    evidence: Evidence, checks: Sequence[Check] | None = None, last: Callable[[Evidence], Finding] | None = None
+) -> Diagnosis:
     """Run the checks and rank what they find: by severity, then by the share of the gap explained, then by order.
 
     Args:
         evidence: the run.
         checks: those to run, None for all.
+        last: one more finding on what the checks left, such as the comparison with a baseline; None for none.
     """
     found: list[Finding] = []
     not_testable: list[NotTestable] = []
     whole = evidence
     for check in checks or [*BEFORE_SCANS, *(check for module in FAMILY_MODULES for check in module.CHECKS)]:
         result = check(evidence)
-        found.extend(result.findings)
+        # A check gives shares of the gap that it was shown; findings are ranked by those of the whole.
+        share = _total(evidence) / _total(whole) if _total(whole) > 0 else 1.0
+        found.extend(replace(one, explains=min(1.0, share) * one.explains) for one in result.findings)
         not_testable.extend(result.not_testable)
         evidence = result.evidence or evidence
+    if last is not None:
+        found.append(last(evidence))
     ranked = sorted(found, key=lambda finding: (-finding.severity, -round(finding.explains, 2)))
     return Diagnosis(
         findings=tuple(ranked),
@@ -80,6 +88,12 @@ def _merged(not_testable: list[NotTestable], found: list[Finding]) -> tuple[NotT
     return tuple(
         NotTestable(tuple(dict.fromkeys(sorted(codes))), because) for because, codes in codes_of.items() if codes
     )
+
+
+def _total(evidence: Evidence) -> float:
+    """Sum of |D| over usable tokens, each at most CAP, nats."""
+    gap = evidence.gap()
+    return 0.0 if np.isnan(gap) else gap * float((evidence.usable & ~np.isnan(evidence.discrepancy)).sum())
 
 
 def _known(value: float) -> float | None:

@@ -17,6 +17,7 @@ from mismatch_probe.diagnosis.diagnose import diagnose
 from mismatch_probe.diagnosis.evidence import Evidence
 from mismatch_probe.diagnosis.finding import Diagnosis
 from mismatch_probe.diagnosis.gather import gather
+from mismatch_probe.diagnosis.numerics_levels import with_baseline
 from mismatch_probe.diagnosis.scan import Candidate
 from mismatch_probe.diagnosis.scanning import find_candidates, scan
 from mismatch_probe.errors import CheckpointError
@@ -37,7 +38,13 @@ class Scanning:
     on_notice: Callable[[str], None] = lambda _: None
 
 
-def diagnose_run(run: Run, analysis: Analysis | None, scanning: Scanning | None, seed: int = 0) -> Diagnosis:
+def diagnose_run(
+    run: Run,
+    analysis: Analysis | None,
+    scanning: Scanning | None,
+    seed: int = 0,
+    baseline: Analysis | None = None,
+) -> Diagnosis:
     """Diagnose a run.
 
     Args:
@@ -45,6 +52,7 @@ def diagnose_run(run: Run, analysis: Analysis | None, scanning: Scanning | None,
         analysis: its analysis; None where nothing in it could be compared, which leaves the dump itself.
         scanning: how the scans score; None makes none.
         seed: of their samples.
+        baseline: analysis of a run of one's own to compare the level with, None for none.
 
     Raises:
         InputError: a file cannot be read.
@@ -53,7 +61,8 @@ def diagnose_run(run: Run, analysis: Analysis | None, scanning: Scanning | None,
     """
     scorer = None if scanning is None else scorer_of(run, scanning)
     try:
-        return diagnose(collect(run, analysis, scorer, seed))
+        last = None if baseline is None else (lambda evidence: with_baseline(evidence, baseline))
+        return diagnose(collect(run, analysis, scorer, seed), last=last)
     finally:
         if isinstance(scorer, KeptCandidates):
             scorer.close()

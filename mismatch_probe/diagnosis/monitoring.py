@@ -31,7 +31,7 @@ PAGES = (
         "ESS of micro-batches or of single prompts, averaged, hides the differences between them; ESS that counts "
         "tokens outside the loss, or divides by another n, can even exceed 1.",
         "Kish's ESS of whole steps, pooled, against the mean of the ESS of their prompt groups, which stand in for "
-        "micro-batches, and against ESS with masked tokens.",
+        "micro-batches.",
         "A framework's ESS that equals the pooled one.",
         "Take (sum w)^2 / (n sum w^2) over all counted tokens, or sequences, of a step at once; say which. The probe's "
         "ESS is that, and lies in (0, 1] by construction.",
@@ -87,7 +87,7 @@ def check_masks(evidence: Evidence) -> Result:
 
 
 def check_pooling(evidence: Evidence) -> Result:
-    """MP702: ESS of sequences pooled over a step, against the mean over its prompt groups, and with masked tokens."""
+    """MP702: ESS of sequences pooled over a step, against the mean over its prompt groups."""
     codes = ("MP702",)
     d = evidence.tokens.trainer - evidence.tokens.sampler
     known = evidence.tokens.counted & ~np.isnan(d)

@@ -49,6 +49,8 @@ PAGES = (
 )
 
 _LEAST_TOKENS = 50
+_CERTAIN = 0.05
+"""Entropy of a prefix, nats, below which truncation cuts nothing."""
 _MASS = 0.002
 """Mean weights this close to 1 are rounding's."""
 _CALIBRATION_Z, _CALIBRATION = 5.0, 0.05
@@ -97,8 +99,10 @@ def check_truncation(evidence: Evidence) -> Result:
         ),
         examples=tuple(evidence.example(int(at), f"D {discrepancy[at]:.3f}") for at in _worst(discrepancy, chosen)),
     )
-    # Which mass survived at each prefix is not logged: its mean is put back, which leaves what differs from it.
-    restored = evidence.tokens.sampler + np.where(chosen, float(discrepancy[chosen].mean()), 0.0)
+    # Which mass survived at each prefix is not logged: its mean is put back wherever the prefix leaves a choice. It is
+    # the same for every token, since one chosen by its D would favour the version that D was taken with.
+    open_prefix = usable & ~(evidence.tokens.entropy < _CERTAIN)
+    restored = evidence.tokens.sampler + np.where(open_prefix, float(discrepancy[open_prefix].mean()), 0.0)
     return Result((finding,), evidence=replace(evidence, tokens=replace(evidence.tokens, sampler=restored)))
 
 

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from textwrap import wrap
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from mismatch_probe.diagnosis.catalogue import FAMILIES, Page, pages
-from mismatch_probe.diagnosis.finding import Diagnosis, Example, Finding, Number, Severity
+from mismatch_probe.diagnosis.finding import Bucket, Diagnosis, Example, Finding, Number, Severity
 from mismatch_probe.diagnosis.stored import as_content
-from mismatch_probe.diagnosis.words import nats
+from mismatch_probe.diagnosis.words import nats, percent
 from mismatch_probe.reporters.format import to_json
+from mismatch_probe.reporters.terminal import plain_table
 
 _STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.INFO: "dim"}
 _EXAMPLES = 5
@@ -39,9 +41,37 @@ def print_text(diagnosis: Diagnosis, console: Console) -> None:
         console.print(Text("Not testable here", style="bold"))
         for entry in diagnosis.not_testable:
             _say(console, f"{', '.join(entry.codes)}: {entry.because}")
+    if diagnosis.buckets:
+        console.print()
+        console.print(Text("Where the gap lives", style="bold"))
+        console.print(_bucket_table(diagnosis))
+        _say(console, concentration(diagnosis))
     console.print()
     for sentence in closing(diagnosis):
         console.print(Text(sentence, style="dim"))
+
+
+def _bucket_table(diagnosis: Diagnosis) -> Table:
+    """The buckets that stand out, or all of a few: mean |D| with its interval, signed mean, tokens."""
+    table = plain_table("", "", "mean |D|", "interval", "mean D", "tokens", left=(0, 1))
+    for bucket in standing_out(diagnosis):
+        ends = "-" if bucket.low is None or bucket.high is None else f"[{nats(bucket.low)}, {nats(bucket.high)}]"
+        signed = "-" if bucket.mean is None else f"{bucket.mean:+.4f}"
+        size = "-" if bucket.mean_abs is None else nats(bucket.mean_abs)
+        table.add_row(bucket.bucket, bucket.level, size, ends, signed, f"{bucket.tokens:,}")
+    return table
+
+
+def standing_out(diagnosis: Diagnosis, most: int = 8) -> list[Bucket]:
+    """The buckets whose interval lies above the run's mean |D|, those farthest above it first; none is no news."""
+    gap = diagnosis.gap or 0.0
+    above = [one for one in diagnosis.buckets if one.low is not None and one.low > gap and one.mean_abs is not None]
+    return sorted(above, key=lambda one: -(one.mean_abs or 0.0))[:most]
+
+
+def concentration(diagnosis: Diagnosis) -> str:
+    """How few tokens and sequences carry the gap, in one sentence."""
+    return "; ".join(f"{number.name}: {percent(number.value)}" for number in diagnosis.concentration)
 
 
 def print_short(diagnosis: Diagnosis | None, console: Console) -> None:
@@ -103,6 +133,14 @@ def to_markdown(diagnosis: Diagnosis) -> str:
     if diagnosis.not_testable:
         lines += ["#### Not testable here", ""]
         lines += [*(f"- {', '.join(entry.codes)}: {entry.because}" for entry in diagnosis.not_testable), ""]
+    if diagnosis.buckets:
+        lines += ["#### Where the gap lives", "", "| bucket | level | mean abs D | low | high | mean D | tokens |"]
+        lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+        for one in diagnosis.buckets:
+            numbers = (one.mean_abs, one.low, one.high, one.mean)
+            cells = ["-" if value is None else f"{value:.4g}" for value in numbers]
+            lines.append(f"| {' | '.join([one.bucket, one.level, *cells, str(one.tokens)])} |")
+        lines += ["", concentration(diagnosis), ""]
     return "\n".join([*lines, *closing(diagnosis)])
 
 

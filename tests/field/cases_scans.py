@@ -19,11 +19,12 @@ def raw_logged(temperature: float) -> Build:
     return build
 
 
-def shifted(by: int, steps: tuple[int, ...] = (0, 1, 2, 3, 4)) -> Build:
-    """The log-probs moved along the response."""
+def shifted(by: int, steps: tuple[int, ...] = (0, 1, 2, 3, 4), temperature: float = 1.0) -> Build:
+    """The log-probs moved along the response; raw where sampling was at another temperature than 1."""
 
     def build(path: Path) -> object:
-        run = base()
+        run = base(draw=lambda z: log_softmax(z / temperature), log=log_softmax)
+        run.toml["temperature"] = temperature
         for step in steps:
             for row in run.rows[step]:
                 logged = row["sampler_logprobs"]
@@ -81,6 +82,16 @@ CASES = (
         Variant("one place to the right, every step", shifted(1)),
         Variant("two places to the right", shifted(2)),
         Variant("one place to the left, one step only", shifted(-1, (2,))),
+    ),
+    Case(
+        6,
+        "one place off and raw log-probs at once",
+        "modelscope/ms-swift#8427",
+        "MP101",
+        Variant("one place to the right, raw at T = .6", shifted(1, temperature=0.6)),
+        Variant("one place to the right, raw at T = .5", shifted(1, temperature=0.5)),
+        Variant("one place to the left, raw at T = .8", shifted(-1, temperature=0.8)),
+        also=("MP401",),
     ),
     Case(
         18,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.field.base import Transform, base, log_softmax
+from tests.field.base import UPDATE, Transform, base, log_softmax
 from tests.field.case import Build, Case, Variant
 from tests.field.cases_scans import raw_logged, relabelled
 
@@ -47,11 +47,11 @@ def truncated(draw: Transform, noise: float = 0.01, **declared: float) -> Build:
     return build
 
 
-def stale_and_cut(share: float, since: int = 0) -> Build:
+def stale_and_cut(share: float, since: int = 0, size: float = UPDATE) -> Build:
     """The sampler is frozen at one version, and top-p is on."""
 
     def build(path: Path) -> object:
-        run = base(version=lambda step: min(step, since), draw=top_p(share))
+        run = base(version=lambda step: min(step, since), size=size, draw=top_p(share))
         run.toml["top_p"] = share
         return relabelled(run, {step: step for step in run.rows}).write(path)
 

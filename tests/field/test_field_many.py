@@ -31,4 +31,5 @@ def test_versions_far_from_the_label_are_found(
             row["sampler_version"] = step
     diagnosis = find(run.write(tmp_path / "run"))
     assert codes(diagnosis) == ([] if code is None else [code])
-    assert [finding.steps for finding in diagnosis.findings] == ([] if code is None else [steps])
+    told = [finding for finding in diagnosis.findings if finding.severity > 0]
+    assert [finding.steps for finding in told] == ([] if code is None else [steps])
