@@ -15,6 +15,7 @@ from mismatch_probe.cli_options import (
     ClipOption,
     ConfidenceOption,
     ConstancyMarginOption,
+    DeviceOption,
     EngineDtypeOption,
     EngineOption,
     EnginePythonOption,
@@ -32,6 +33,7 @@ from mismatch_probe.cli_options import (
     IntervalsOption,
     Level,
     LevelOption,
+    MaxTokensOption,
     QuietOption,
     Ratio,
     RatioOption,
@@ -41,6 +43,7 @@ from mismatch_probe.cli_options import (
     StrictOption,
     TensorParallelOption,
     ThresholdOption,
+    TrustOption,
     WorkersOption,
 )
 
@@ -62,13 +65,11 @@ def decompose(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of --limit and of the bootstrap.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: DeviceOption = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="float64, float32, bfloat16 or float16; default: the trainer's own.")
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in one forward pass; default 2048, on CUDA 16384.")
-    ] = None,
+    max_tokens: MaxTokensOption = None,
     attn: AttentionOption = Attention.auto,
     head: HeadOption = Head.auto,
     tensor_parallel: TensorParallelOption = None,
@@ -90,9 +91,7 @@ def decompose(
     fresh_steps: Annotated[
         str | None, typer.Option(help="Steps for --fresh-rollouts, as --steps; default all.")
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code that comes with a checkpoint.")
-    ] = False,
+    trust_remote_code: TrustOption = False,
     nearest: Annotated[
         bool,
         typer.Option("--nearest", help="Where a version has no checkpoint, score the closest; marked approximate."),

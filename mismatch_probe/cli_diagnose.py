@@ -10,6 +10,8 @@ import typer
 
 from mismatch_probe.cli_options import (
     AnalysisOption,
+    DeviceOption,
+    MaxTokensOption,
     QuietOption,
     ReadableFormat,
     RunArgument,
@@ -17,6 +19,7 @@ from mismatch_probe.cli_options import (
     SetOption,
     SkipBadRowsOption,
     StrictOption,
+    TrustOption,
 )
 
 
@@ -41,16 +44,12 @@ def diagnose(
         Path | None, typer.Option(metavar="RUN", help="A decomposed run of yours whose level is normal.")
     ] = None,
     format: Annotated[ReadableFormat, typer.Option("--format", help="How to print.")] = ReadableFormat.text,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: DeviceOption = "auto",
     dtype: Annotated[
         str | None, typer.Option(help="float64, float32, bfloat16 or float16; default: the analysis's own.")
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in one forward pass; default 2048, on CUDA 16384.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run model code that comes with a checkpoint.")
-    ] = False,
+    max_tokens: MaxTokensOption = None,
+    trust_remote_code: TrustOption = False,
     run_format: RunFormatOption = None,
     overrides: SetOption = None,
     skip_bad_rows: SkipBadRowsOption = False,

@@ -155,6 +155,11 @@ TensorParallelOption = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Cut each model over N devices; default 1, under torchrun all of them."),
 ]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+MaxTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Tokens in one forward pass; default 2048, on CUDA 16384.")
+]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code that comes with a checkpoint.")]
 SkipBadRowsOption = Annotated[
     bool, typer.Option("--skip-bad-rows", help="Set aside lines and files that cannot be parsed.")
 ]

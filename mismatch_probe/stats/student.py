@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,6 +27,7 @@ def t_cdf(x: float, df: int) -> float:
     return min(max(0.5 + width / 2 * float((powers @ _WEIGHTS).sum()), 0.0), 1.0)
 
 
+@lru_cache(4096)  # a step's hundreds of intervals ask for the same one
 def t_quantile(p: float, df: int) -> float:
     """The x with P(T <= x) = p, for p in (0, 1), by bisection on the angle of ``t_cdf``."""
     low, high = -math.pi / 2, math.pi / 2

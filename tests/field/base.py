@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -166,11 +167,16 @@ class FieldRun:
         return path
 
 
+def on_policy(step: int) -> int:
+    """The version that step k updates samples it."""
+    return step
+
+
 def base(
     seed: int = 0,
     *,
     steps: int = STEPS,
-    version: Callable[[int], int] = lambda step: step,
+    version: Callable[[int], int] = on_policy,
     size: float = UPDATE,
     engine: Callable[[list[LlamaForCausalLM], int], LlamaForCausalLM] | None = None,
     **how: Any,
@@ -185,6 +191,26 @@ def base(
         engine: gives the model that really samples a step, from all versions and the step; None: that version.
         how: goes to ``sample``.
     """
+    if engine is None and version is on_policy and not how:
+        made = _plain(seed, steps, size)
+        return FieldRun(copy.deepcopy(made.rows), list(made.models), dict(made.toml), dict(made.weights))
+    return _sampled(seed, steps, version, size, engine, how)
+
+
+@cache
+def _plain(seed: int, steps: int, size: float) -> FieldRun:
+    """R0 as most faults are planted into it: sampled once."""
+    return _sampled(seed, steps, on_policy, size, None, {})
+
+
+def _sampled(
+    seed: int,
+    steps: int,
+    version: Callable[[int], int],
+    size: float,
+    engine: Callable[[list[LlamaForCausalLM], int], LlamaForCausalLM] | None,
+    how: dict[str, Any],
+) -> FieldRun:
     models = [make_model(seed)]
     for update in range(steps):
         models.append(nudged(models[-1], 1000 * (seed + 1) + update, size))
