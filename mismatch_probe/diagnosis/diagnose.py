@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import ModuleType
 
 import numpy as np
@@ -20,6 +21,8 @@ from mismatch_probe.diagnosis import (
     scans,
     semantics,
     unknown,
+    values,
+    zeros,
 )
 from mismatch_probe.diagnosis.buckets import buckets, concentration
 from mismatch_probe.diagnosis.evidence import Evidence
@@ -28,6 +31,8 @@ from mismatch_probe.diagnosis.finding import Diagnosis, Finding, NotTestable, Re
 Check = Callable[[Evidence], Result]
 
 FAMILY_MODULES: tuple[ModuleType, ...] = (
+    values,
+    zeros,
     copies,
     files,
     mixed,
@@ -41,8 +46,8 @@ FAMILY_MODULES: tuple[ModuleType, ...] = (
     monitoring,
 )
 """Modules with PAGES and CHECKS, in the order in which the checks run: what makes numbers meaningless first."""
-BEFORE_SCANS: tuple[Check, ...] = (semantics.check_truncation,)
-"""Checks that look a first time before the scans, which would take what they see for something else."""
+TWICE: Check = semantics.check_truncation
+"""Looks a first time right after the values, since the scans would take what it sees for something else."""
 
 
 def diagnose(
@@ -58,7 +63,7 @@ def diagnose(
     found: list[Finding] = []
     not_testable: list[NotTestable] = []
     whole = evidence
-    for check in checks or [*BEFORE_SCANS, *(check for module in FAMILY_MODULES for check in module.CHECKS)]:
+    for check in checks or _all_checks():
         result = check(evidence)
         # A check gives shares of the gap that it was shown; findings are ranked by those of the whole.
         share = _total(evidence) / _total(whole) if _total(whole) > 0 else 1.0
@@ -77,6 +82,12 @@ def diagnose(
         buckets=buckets(whole),
         concentration=concentration(whole),
     )
+
+
+def _all_checks() -> list[Check]:
+    by_module = [module.CHECKS for module in FAMILY_MODULES]
+    before = FAMILY_MODULES.index(copies)
+    return [*chain(*by_module[:before]), TWICE, *chain(*by_module[before:])]
 
 
 def _merged(not_testable: list[NotTestable], found: list[Finding]) -> tuple[NotTestable, ...]:
