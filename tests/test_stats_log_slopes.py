@@ -82,3 +82,22 @@ def test_intervals_cover() -> None:
         (slope,) = log_slopes(counts, sums, kind, x, [(cluster, 3)])
         hits += abs(slope.value - 0.4) <= slope.reach(0.95)
     assert 0.91 <= hits / 200 <= 0.99
+
+
+def test_the_error_is_the_jackknife_of_refits() -> None:
+    """Six clusters, so that n - 1 and n + 1 are far apart; noise so small that the first order is all there is."""
+    rng = np.random.default_rng(8)
+    cluster = np.repeat(np.arange(6), 4)
+    x = rng.normal(size=(24, 1))
+    counts = rng.integers(5, 50, size=24).astype(np.float64)
+    kind = np.zeros(24, dtype=np.int64)
+    sums = counts * np.exp(0.4 * x[:, 0] + 1e-3 * rng.normal(size=24))
+    (slope,) = log_slopes(counts, sums, kind, x, [(cluster, 2)])
+    refits = []
+    for left_out in range(6):
+        kept = cluster != left_out
+        (one,) = log_slopes(counts[kept], sums[kept], kind[kept], x[kept], [])
+        refits.append(one.value)
+    ((error, df),) = slope.errors
+    assert df == 4
+    assert error == pytest.approx(np.sqrt(5 / 6 * np.square(np.array(refits) - slope.value).sum()), rel=0.02)
