@@ -187,6 +187,6 @@ def test_one_set_of_weights_cannot_be_scanned_for_versions() -> None:
     of = evidence(steps=1)
     found, _ = scanned(of, tables(of, 1, {0: 0}), 1)
     (entry,) = check_scans(replace(of, scan=found)).not_testable
-    assert entry.codes == ("MP201", "MP202", "MP204")
+    assert {"MP201", "MP202", "MP204"} <= set(entry.codes)
     (entry,) = check_scans(of).not_testable
     assert "MP401" in entry.codes

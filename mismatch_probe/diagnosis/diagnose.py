@@ -46,6 +46,7 @@ FAMILY_MODULES: tuple[ModuleType, ...] = (
     monitoring,
 )
 """Modules with PAGES and CHECKS, in the order in which the checks run: what makes numbers meaningless first."""
+_LARGE = 0.25
 TWICE: Check = semantics.check_truncation
 """Looks a first time right after the values, since the scans would take what it sees for something else."""
 
@@ -54,6 +55,9 @@ def diagnose(
     evidence: Evidence, checks: Sequence[Check] | None = None, last: Callable[[Evidence], Finding] | None = None
 ) -> Diagnosis:
     """Run the checks and rank what they find: by severity, then by the share of the gap explained, then by order.
+
+    Of causes with a large share, alignment comes before semantics and both before all else: what log-probs are has to
+    be right before anybody asks which weights gave them.
 
     Args:
         evidence: the run.
@@ -72,7 +76,7 @@ def diagnose(
         evidence = result.evidence or evidence
     if last is not None:
         found.append(last(evidence))
-    ranked = sorted(found, key=lambda finding: (-finding.severity, -round(finding.explains, 2)))
+    ranked = sorted(found, key=lambda one: (-one.severity, _stage(one), -round(one.explains, 2)))
     return Diagnosis(
         findings=tuple(ranked),
         not_testable=_merged(not_testable, found),
@@ -82,6 +86,11 @@ def diagnose(
         buckets=buckets(whole),
         concentration=concentration(whole),
     )
+
+
+def _stage(finding: Finding) -> int:
+    order = {"MP1": 0, "MP4": 1}
+    return order.get(finding.code[:3], 2) if finding.explains >= _LARGE else 2
 
 
 def _all_checks() -> list[Check]:

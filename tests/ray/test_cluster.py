@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-SMALL = ["--max-tokens", "3", "-q"]
+SMALL = ["--max-tokens", "3", "-q", "--no-diagnose"]
 
 
 @pytest.fixture
