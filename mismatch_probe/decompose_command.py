@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas as pd
 
-from mismatch_probe.diagnosis.stored import read_findings
 from mismatch_probe.errors import ExitCode, UsageError
 from mismatch_probe.folder import analysis_path, open_analysis
 from mismatch_probe.launched import follows, launched_processes
@@ -104,7 +103,7 @@ def _print_result(run_dir: Path, output: Path | None) -> None:
     console.print(report.numerics)
     for sentence in report.answers:
         console.print(sentence)
-    print_short(read_findings(analysis.folder), console)
+    print_short(report.diagnosis, console)
 
 
 def _bias_sentence(steps: pd.DataFrame) -> str:

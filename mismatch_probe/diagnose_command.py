@@ -21,6 +21,7 @@ from mismatch_probe.run import Run
 
 if TYPE_CHECKING:
     from mismatch_probe.decompose import DecomposeOptions
+    from mismatch_probe.diagnosis.job import Scanning
 
 
 def run_diagnose(
@@ -41,8 +42,7 @@ def run_diagnose(
 ) -> int:
     """Diagnose a run; one that was never decomposed is decomposed first."""
     from mismatch_probe.decompose import DecomposeOptions, decompose
-    from mismatch_probe.diagnosis.job import Scanning, diagnose_run
-    from mismatch_probe.scoring_choice import scoring_choice
+    from mismatch_probe.diagnosis.job import diagnose_run
 
     check_codes([*select, *ignore])
     other = None if baseline is None else open_analysis(baseline, None)
@@ -67,9 +67,9 @@ def run_diagnose(
             options = replace(options, dtype=dtype or analysis.record["scoring"]["dtype"])
         except NothingToJudgeError as error:
             progress.notice(f"{error}. What follows rests on the files alone")
-        kept = folder / SCORES if analysis is not None else None
-        scanning = Scanning(scoring_choice(run, options), kept, progress.tokens, progress.notice)
-        found = diagnose_run(run, analysis, scanning, options.seed, other)
+        # A folder without an analysis is not ours to keep scores in.
+        options = replace(options, keep_scores=analysis is not None)
+        found = diagnose_run(run, analysis, _scanning(run, folder, options, progress), options.seed, other)
     if analysis is not None:
         write_bytes(folder / FILE, as_text(found).encode())
     shown = chosen(found, select, ignore)
@@ -84,15 +84,13 @@ def run_diagnose(
 
 def write_findings(run: Run, folder: Path, options: DecomposeOptions, progress: TerminalProgress) -> None:
     """Diagnose what was just decomposed into ``folder``, and keep the findings there."""
-    from mismatch_probe.diagnosis.job import Scanning, diagnose_run
-    from mismatch_probe.scoring_choice import scoring_choice
+    from mismatch_probe.diagnosis.job import diagnose_run
 
     # Scans run in this process: where scoring needed more than that, it could not hold the models.
     alone = options.cluster is None and options.tensor_parallel == 1
     if not alone:
         progress.notice("causes are looked for without scans, which run in one process: see mismatch-probe diagnose")
-    kept = (options.cache or folder / SCORES) if options.keep_scores else None
-    scanning = Scanning(scoring_choice(run, options), kept, progress.tokens, progress.notice) if alone else None
+    scanning = _scanning(run, folder, options, progress) if alone else None
     try:
         found = diagnose_run(run, open_analysis(run.path, folder), scanning, options.seed)
     except MismatchProbeError as error:
@@ -100,6 +98,15 @@ def write_findings(run: Run, folder: Path, options: DecomposeOptions, progress: 
         progress.notice(f"causes could not be looked for: {error}")
         return
     write_bytes(folder / FILE, as_text(found).encode())
+
+
+def _scanning(run: Run, folder: Path, options: DecomposeOptions, progress: TerminalProgress) -> Scanning:
+    """How the scans of a run score."""
+    from mismatch_probe.diagnosis.job import Scanning
+    from mismatch_probe.scoring_choice import scoring_choice
+
+    kept = (options.cache or folder / SCORES) if options.keep_scores else None
+    return Scanning(scoring_choice(run, options), kept, progress.tokens, progress.notice)
 
 
 def run_explain(code: str | None) -> int:

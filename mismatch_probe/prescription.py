@@ -80,7 +80,8 @@ def prescribe(
     steps = analysis.steps[~approximate(analysis.steps)]
     judged = lag_ess(steps, level)
     interval, replayed = longest_interval(judged, threshold), tuple(replay(judged, threshold))
-    effects = tuple(_effect(analysis, steps, name) for name in CORRECTIONS)
+    weights = [_weights(analysis, int(step)) for step in steps["step"]]
+    effects = tuple(_effect(steps, name, [of_step[name] for of_step in weights]) for name in CORRECTIONS)
     faults = [f for f in (diagnosis.findings if diagnosis else ()) if f.severity is Severity.ERROR]
     advice, reasons = _advice(effects, judged, replayed, interval, threshold, tolerance)
     if faults:
@@ -106,10 +107,10 @@ def lag_ess(steps: pd.DataFrame, level: str) -> list[LagEss]:
     ]
 
 
-def _effect(analysis: Analysis, steps: pd.DataFrame, name: str) -> Effect:
+def _effect(steps: pd.DataFrame, name: str, weights: list[tuple[float, float]]) -> Effect:
+    """One correction; ``weights`` has the variance of its weights and the share that it cuts, by step."""
     size, cosine = steps[f"gradient_{name}_relative_size"], steps[f"gradient_{name}_cosine"]
     bias = (1 + size**2 - 2 * size * cosine).clip(lower=0.0).pow(0.5).dropna()
-    weights = [_weights(analysis, int(step), name) for step in steps["step"]]
     return Effect(
         name=name,
         bias=_median(bias),
@@ -123,26 +124,28 @@ def _effect(analysis: Analysis, steps: pd.DataFrame, name: str) -> Effect:
     )
 
 
-def _weights(analysis: Analysis, step: int, name: str) -> tuple[float, float]:
-    """Relative variance of a correction's token weights at one step, and the share of tokens that it clips or masks."""
+def _weights(analysis: Analysis, step: int) -> dict[str, tuple[float, float]]:
+    """By correction: relative variance of its token weights at one step, and the share that it clips or masks."""
     columns = ["sequence_id", "discrepancy", "lag", "advantage"]
     table = analysis.tokens_of(step, columns).dropna(subset=["discrepancy", "lag"])
     if table.empty:
-        return math.nan, math.nan
+        return dict.fromkeys(CORRECTIONS, (math.nan, math.nan))
     discrepancy, lag, advantage = (table[column].to_numpy(dtype=np.float64) for column in columns[1:])
     names, sequence = np.unique(table["sequence_id"].astype(str), return_inverse=True)
     levels = Levels(sequence.astype(np.int64), np.zeros(len(names), dtype=np.int64))
     bounds = Bounds(clip=float(analysis.record["options"]["clip_eps"]))
-    if name == "dlc":
-        weight, cut = np.exp(np.minimum(lag, math.log(bounds.cap))), lag > math.log(bounds.cap)
-    else:
-        weight = correction_weights(discrepancy, lag, advantage, levels, bounds)[name]
-        capped = (discrepancy + lag > math.log(bounds.cap)) if name == "token_tis" else np.zeros(len(lag), dtype=bool)
-        cut = (weight == 0) | capped
-    if name == "ppo_clip" and np.isnan(advantage).all():
-        return math.nan, math.nan
-    mean = float(weight.mean())
-    return float(weight.var() / mean**2) if mean > 0 else math.nan, float(cut.mean())
+    log_cap = math.log(bounds.cap)
+    weights = correction_weights(discrepancy, lag, advantage, levels, bounds)
+    weights["dlc"] = np.exp(np.minimum(lag, log_cap))
+    cuts = {"token_tis": (weights["token_tis"] == 0) | (discrepancy + lag > log_cap), "dlc": lag > log_cap}
+    found = {}
+    for name, weight in weights.items():
+        mean = float(weight.mean())
+        cut = cuts.get(name, weight == 0)
+        found[name] = float(weight.var() / mean**2) if mean > 0 else math.nan, float(cut.mean())
+    if np.isnan(advantage).all():
+        found["ppo_clip"] = math.nan, math.nan  # whom it clips depends on the advantage
+    return found
 
 
 def _advice(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
@@ -23,20 +22,6 @@ UNKNOWN_VERSION = -1
 
 UNKNOWN_TOKEN = -1
 """A token id that the run does not state; null in the tables."""
-
-
-class LogProbKind(IntEnum):
-    """What a logged log-prob was before the reader made a number or a null of it."""
-
-    PLAIN = 0
-    NULL = 1
-    NAN = 2
-    PLUS_INFINITY = 3
-    MINUS_INFINITY = 4
-    STAND_IN = 5
-    """Below what any sampled token can have, such as -9999."""
-    POSITIVE = 6
-    """Above 0 by more than rounding; kept as logged."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +78,7 @@ class Rollouts:
     Per sequence (n,): ``sequence_id``, ``group_id``, ``origin`` (file, row), ``reward`` (NaN = null),
     ``finish_reason`` (None = null).
     Per response token, in the order of ``response.values`` (tokens,): log-probs in nats and advantages (NaN = null),
-    ``loss_mask`` (True = counted), ``sampler_version`` (UNKNOWN_VERSION = null), ``sampler_kind`` (a
-    LogProbKind each; None: all are plain or null).
+    ``loss_mask`` (True = counted), ``sampler_version`` (UNKNOWN_VERSION = null).
     ``rejected`` lists the rows set aside and ``notices`` what else the user must know, in words.
     """
 
@@ -112,7 +96,6 @@ class Rollouts:
     finish_reason: Strings
     rejected: tuple[Rejected, ...] = ()
     notices: tuple[str, ...] = ()
-    sampler_kind: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.sequence_id)
@@ -153,7 +136,6 @@ class Rollouts:
             advantage=self.advantage[tokens],
             reward=self.reward[rows],
             finish_reason=self.finish_reason[rows],
-            sampler_kind=None if self.sampler_kind is None else self.sampler_kind[tokens],
         )
 
 

@@ -40,7 +40,6 @@ def evidence(steps: int = 2, groups: int = 8, members: int = 4, length: int = 12
         entropy=np.full(total, 1.5),
         claimed=np.repeat(np.arange(rows) // (groups * members), length),
         trainer_version=np.repeat(np.arange(rows) // (groups * members), length),
-        kind=np.zeros(total, dtype=np.int64),
     )
     sequences = Sequences(
         step=np.arange(rows) // (groups * members),

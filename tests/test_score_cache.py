@@ -40,6 +40,18 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def hold_20_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the device one that holds 20 tokens a pass."""
+    packed = Network.packed
+
+    def small(self: Network, pack, memory) -> torch.Tensor:
+        if len(pack.ids) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return packed(self, pack, memory)
+
+    monkeypatch.setattr(Network, "packed", small)
+
+
 def test_a_second_run_scores_nothing_and_gives_the_same_bytes(run: Planted, loaded: list[str]) -> None:
     assert decompose(run) == 0 and len(loaded) >= 4
     first = tables(run.path / "mismatch_probe")
@@ -64,14 +76,7 @@ def test_a_second_run_scans_nothing_and_gives_the_same_findings(run: Planted, lo
 
 def test_a_scan_that_runs_out_of_memory_makes_smaller_passes(run: Planted, monkeypatch, capsys) -> None:
     assert decompose(run) == 0
-    packed = Network.packed
-
-    def small(self: Network, pack, memory) -> torch.Tensor:
-        if len(pack.ids) > 20:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-        return packed(self, pack, memory)
-
-    monkeypatch.setattr(Network, "packed", small)
+    hold_20_tokens(monkeypatch)
     assert main(["diagnose", str(run.path), "--max-tokens", "64"]) == 0
     assert "out of memory; passes of 16 tokens" in capsys.readouterr().err
 
@@ -214,14 +219,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_half_memory_halves_the_passes(run: Planted, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """A device that holds 20 tokens a pass; the scores are those of small passes, and it is said once."""
-    packed = Network.packed
-
-    def small(self: Network, pack, memory) -> torch.Tensor:
-        if len(pack.ids) > 20:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-        return packed(self, pack, memory)
-
-    monkeypatch.setattr(Network, "packed", small)
+    hold_20_tokens(monkeypatch)
     assert main(["decompose", str(run.path), "--no-cache", "--no-diagnose", "--max-tokens", "64"]) == 0
     assert capsys.readouterr().err.count("out of memory; passes of 16 tokens from here on") == 1
     monkeypatch.undo()

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mismatch_probe.diagnosis.catalogue import Page
-from mismatch_probe.diagnosis.evidence import CAP, Evidence
+from mismatch_probe.diagnosis.evidence import Evidence, capped
 from mismatch_probe.diagnosis.finding import Finding, NotTestable, Number, Result, Severity
-from mismatch_probe.diagnosis.rereading import fits_of, read_as, share_of_gap, with_candidate
+from mismatch_probe.diagnosis.rereading import read_as, share_of_gap, with_candidate
 from mismatch_probe.diagnosis.scan import BETTER, LEAST, Candidate, Fit, Scan, Window, mean_difference
 from mismatch_probe.diagnosis.words import nats, steps_of
 from mismatch_probe.run import UNKNOWN_VERSION, Floats, Ints
@@ -51,7 +51,7 @@ def check_between(evidence: Evidence) -> Result:
     scan = evidence.scan
     if scan is None or sum(one.version is not None for one in scan.candidates) < 2:
         return Result(not_testable=(NotTestable(("MP213",), "the run holds fewer than two versions to be between"),))
-    fits = fits_of(evidence, scan)
+    fits = evidence.readings
     looked = [one for fit in fits if (one := _look(evidence, scan, fit)) is not None]
     if not any(one.certain for one in looked):
         return Result()
@@ -97,7 +97,7 @@ def _on_the_way(evidence: Evidence, scan: Scan, fit: Fit, window: Window, one: i
     for seen in (half, ~half):
         share = _share(start, end, logged, known & seen)
         held_out[~seen] = start[~seen] + share * (end - start)[~seen]
-    absolute = np.minimum(np.abs(held_out - logged), CAP)
+    absolute = capped(held_out - logged)
     before = window.absolute(fit.choice)[there]
     gap, share = float(np.nanmean(absolute)), _share(start, end, logged, known)
     low, _ = mean_difference(before, absolute, window.group[there])

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from mismatch_probe.diagnosis.evidence import CAP, Evidence
-from mismatch_probe.diagnosis.finding import Bucket, Number
+from mismatch_probe.diagnosis.finding import Bucket, Number, or_none
 from mismatch_probe.diagnosis.spread import bucket_means, intraclass
 from mismatch_probe.run import UNKNOWN_VERSION, Bools, Floats, Ints
 from mismatch_probe.stats.constancy import BIN_EDGES
@@ -36,7 +36,7 @@ def buckets(evidence: Evidence) -> tuple[Bucket, ...]:
                 name,
                 names[at],
                 int(size.tokens[at]),
-                *(_known(of[at]) for of in (size.mean, size.low, size.high, signed.mean, signed.low, signed.high)),
+                *(or_none(of[at]) for of in (size.mean, size.low, size.high, signed.mean, signed.low, signed.high)),
             )
             for at in range(len(names))
             if size.tokens[at]
@@ -208,7 +208,3 @@ def _ranges(values: Ints, level: Ints, levels: int) -> list[str]:
         low, high = (int(mine.min()), int(mine.max())) if len(mine) else (0, 0)
         names = [*names, f"{low}" if low == high else f"{low} to {high}"]
     return list(names)
-
-
-def _known(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)

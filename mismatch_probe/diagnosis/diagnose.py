@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
 from types import ModuleType
 
 import numpy as np
@@ -20,19 +19,21 @@ from mismatch_probe.diagnosis import (
     repeats,
     scans,
     semantics,
+    truncation,
     unknown,
     values,
     zeros,
 )
 from mismatch_probe.diagnosis.buckets import buckets, concentration
 from mismatch_probe.diagnosis.evidence import Evidence
-from mismatch_probe.diagnosis.finding import Diagnosis, Finding, NotTestable, Result
+from mismatch_probe.diagnosis.finding import Diagnosis, Finding, NotTestable, Result, or_none
 
 Check = Callable[[Evidence], Result]
 
 FAMILY_MODULES: tuple[ModuleType, ...] = (
     values,
     zeros,
+    truncation,
     copies,
     files,
     mixed,
@@ -41,14 +42,15 @@ FAMILY_MODULES: tuple[ModuleType, ...] = (
     scans,
     repeats,
     unknown,
+    truncation,
     semantics,
     numerics,
     monitoring,
 )
-"""Modules with PAGES and CHECKS, in the order in which the checks run: what makes numbers meaningless first."""
+"""Modules with PAGES and CHECKS, in the order in which the checks run: what makes numbers meaningless first.
+
+Truncation is looked for twice: the scans would take it for something else, and what they undo can hide it."""
 _LARGE = 0.25
-TWICE: Check = semantics.check_truncation
-"""Looks a first time right after the values, since the scans would take what it sees for something else."""
 
 
 def diagnose(
@@ -67,7 +69,7 @@ def diagnose(
     found: list[Finding] = []
     not_testable: list[NotTestable] = []
     whole = evidence
-    for check in checks or _all_checks():
+    for check in checks or [check for module in FAMILY_MODULES for check in module.CHECKS]:
         result = check(evidence)
         # A check gives shares of the gap that it was shown; findings are ranked by those of the whole.
         share = _total(evidence) / _total(whole) if _total(whole) > 0 else 1.0
@@ -80,8 +82,8 @@ def diagnose(
     return Diagnosis(
         findings=tuple(ranked),
         not_testable=_merged(not_testable, found),
-        gap=_known(whole.gap()),
-        left=_known(evidence.gap()),
+        gap=or_none(whole.gap()),
+        left=or_none(evidence.gap()),
         notes=whole.unread,
         buckets=buckets(whole),
         concentration=concentration(whole),
@@ -91,12 +93,6 @@ def diagnose(
 def _stage(finding: Finding) -> int:
     order = {"MP1": 0, "MP4": 1}
     return order.get(finding.code[:3], 2) if finding.explains >= _LARGE else 2
-
-
-def _all_checks() -> list[Check]:
-    by_module = [module.CHECKS for module in FAMILY_MODULES]
-    before = FAMILY_MODULES.index(copies)
-    return [*chain(*by_module[:before]), TWICE, *chain(*by_module[before:])]
 
 
 def _merged(not_testable: list[NotTestable], found: list[Finding]) -> tuple[NotTestable, ...]:
@@ -114,7 +110,3 @@ def _total(evidence: Evidence) -> float:
     """Sum of |D| over usable tokens, each at most CAP, nats."""
     gap = evidence.gap()
     return 0.0 if np.isnan(gap) else gap * float((evidence.usable & ~np.isnan(evidence.discrepancy)).sum())
-
-
-def _known(value: float) -> float | None:
-    return None if np.isnan(value) else value

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mismatch_probe.diagnosis.finding import Example
-from mismatch_probe.run import Bools, Floats, Ints, Rejected, Settings, Strings
+from mismatch_probe.run import Bools, Floats, Ints, Settings, Strings
 from mismatch_probe.stats.intervals import ClusterIntervals, group_sums
 from mismatch_probe.stats.intervals import mean as cluster_mean
 
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 CAP = 2.0
 """|d| is capped here, in nats, where gaps are compared: one token e^20 off must not hide the others."""
+
+
+def capped(difference: Floats) -> Floats:
+    """|D|, at most CAP each, of the shape of ``difference``."""
+    return np.minimum(np.abs(difference), CAP)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +71,7 @@ class Tokens:
     ``sequence`` is its place in ``Sequences``; ``position`` its place in the response, from 0. ``sampler`` is log mu
     as logged, ``stale`` log pi_s and ``trainer`` log pi as rescored (or as decompose chose them), ``trainer_logged``
     the trainer's own. ``entropy`` is that of pi_s. ``claimed`` and ``trainer_version`` are versions,
-    UNKNOWN_VERSION where nobody says. ``kind`` says what a log-prob was that is no plain number: a ``run.LogProbKind``.
+    UNKNOWN_VERSION where nobody says.
     """
 
     sequence: Ints
@@ -80,7 +85,6 @@ class Tokens:
     entropy: Floats
     claimed: Ints
     trainer_version: Ints
-    kind: Ints
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -111,12 +115,11 @@ class Evidence:
     """A run as the checks see it; they give back a copy in which what they explained is taken out.
 
     ``usable`` (m,) are tokens whose discrepancy is still to be explained: counted, both log-probs known, not yet
-    traced to a fault. ``settings`` are as declared. ``versions`` are those of the trainer's checkpoints that
-    are there. ``scan`` and ``weights`` are None where there are
-    no weights, ``fits`` is how the scans read each step. ``noise_floor`` is the probe's own
-    error, nats rms, NaN unknown. ``temperature`` is the one at which ``stale`` was scored. ``applied`` names what was
-    taken out so far, ``unread`` the checkpoints that the scans could not read. ``config`` is config.json of the first
-    checkpoint that has one.
+    traced to a fault. ``settings`` are as declared. ``versions`` are those of the trainer's checkpoints that are there.
+    ``scan`` and ``weights`` are None where there are no weights, ``fits`` is how the scans read each step.
+    ``noise_floor`` is the probe's own error, nats rms, NaN unknown. ``temperature`` is the one at which ``stale`` was
+    scored. ``applied`` names what was taken out so far, ``unread`` the checkpoints that the scans could not read.
+    ``config`` is config.json of the first checkpoint that has one.
     """
 
     settings: Settings
@@ -124,8 +127,6 @@ class Evidence:
     tokens: Tokens
     usable: Bools
     versions: tuple[int, ...] = ()
-    rejected: tuple[Rejected, ...] = ()
-    notices: tuple[str, ...] = ()
     noise_floor: float = float("nan")
     temperature: float = 1.0
     applied: tuple[str, ...] = ()
@@ -150,10 +151,21 @@ class Evidence:
         """(m,)."""
         return self.sequences.group[self.tokens.sequence]
 
+    @cached_property
+    def readings(self) -> tuple[Fit, ...]:
+        """The simplest reading of every step that the scan could compare; made once, for all checks that start here."""
+        from mismatch_probe.diagnosis.scan import fit_step
+
+        scan = self.scan
+        if scan is None:
+            return ()
+        steps = np.unique(self.step_of_token[scan.tokens])
+        return tuple(fit for step in steps if (fit := fit_step(self, scan, int(step))) is not None)
+
     def gap(self, among: Bools | None = None) -> float:
         """Mean |D| over usable tokens (of ``among`` too where given), each capped at CAP; NaN where there are none."""
         chosen = self.usable if among is None else self.usable & among
-        found = np.minimum(np.abs(self.discrepancy[chosen]), CAP)
+        found = capped(self.discrepancy[chosen])
         return float(found.mean()) if len(found) else float("nan")
 
     def mean(self, values: Floats, among: Bools | None = None) -> tuple[float, float, float]:
@@ -169,16 +181,26 @@ class Evidence:
         found = ClusterIntervals(len(names)).interval(sums, cluster_mean)
         return mean, found.low, found.high
 
+    def share(self, among: Bools) -> float:
+        """Share of the gap that the usable tokens ``among`` some (m,) carry; 0 where there is no gap."""
+        size = capped(self.discrepancy)
+        whole = float(size[self.usable].sum())
+        return float(size[among & self.usable].sum()) / whole if whole > 0 else 0.0
+
+    def worst(self, among: Bools, most: int = 3) -> Ints:
+        """The usable tokens ``among`` some (m,) with the largest |D|, the largest first."""
+        places = np.flatnonzero(among & self.usable)
+        return places[np.argsort(-np.abs(self.discrepancy[places]), kind="stable")[:most]]
+
     def without(self, tokens: Bools, why: str) -> Evidence:
         """The evidence without some tokens (m,): they are explained."""
         return replace(self, usable=self.usable & ~tokens, applied=(*self.applied, why))
 
     def example(self, token: int, note: str = "") -> Example:
         """The place of one token."""
-        sequence = int(self.tokens.sequence[token])
-        return Example(
-            int(self.sequences.step[sequence]),
-            str(self.sequences.sequence_id[sequence]),
-            int(self.tokens.position[token]),
-            note,
-        )
+        whole = self.example_row(int(self.tokens.sequence[token]), note)
+        return replace(whole, position=int(self.tokens.position[token]))
+
+    def example_row(self, row: int, note: str = "") -> Example:
+        """A whole response."""
+        return Example(int(self.sequences.step[row]), str(self.sequences.sequence_id[row]), None, note)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mismatch_probe.diagnosis.evidence import Evidence
+
+
+def or_none(value: float) -> float | None:
+    """The value, None for NaN: what a finding says of a number that is not known."""
+    return None if math.isnan(value) else float(value)
 
 
 class Severity(IntEnum):

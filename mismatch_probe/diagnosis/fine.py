@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from mismatch_probe.diagnosis.evidence import CAP, Evidence
+from mismatch_probe.diagnosis.evidence import Evidence, capped
 from mismatch_probe.diagnosis.scan import Candidate
 from mismatch_probe.diagnosis.scored import Scorer, scores_of
 from mismatch_probe.errors import CheckpointError
@@ -91,4 +91,4 @@ class FineTable:
 
     def _absolute(self, mine: Bools) -> Floats:
         """Capped |D|, (K, T, n)."""
-        return np.minimum(np.abs(self.logprob[:, :, mine] - self._evidence.tokens.sampler[self.tokens[mine]]), CAP)
+        return capped(self.logprob[:, :, mine] - self._evidence.tokens.sampler[self.tokens[mine]])

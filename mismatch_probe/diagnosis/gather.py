@@ -9,7 +9,7 @@ import pandas as pd
 
 from mismatch_probe.diagnosis.evidence import Evidence, Sequences, Tokens
 from mismatch_probe.folder import Analysis
-from mismatch_probe.run import Floats, Ints, Rejected, Rollouts, Run, Step
+from mismatch_probe.run import Floats, Ints, Rollouts, Run, Step
 
 MOST_TOKENS = 2_000_000
 """Response tokens that are looked at, over all steps: whole prompt groups, drawn evenly from the steps."""
@@ -33,14 +33,7 @@ def gather(run: Run, steps: Sequence[Step], analysis: Analysis | None, seed: int
         InputError: a file cannot be read.
     """
     most = MOST_TOKENS // max(1, len(steps))
-    loaded: list[tuple[Step, Rollouts]] = []
-    rejected: list[Rejected] = []
-    notices = list(run.notices)
-    for step in steps:
-        rollouts = step.load()
-        rejected.extend(rollouts.rejected)
-        notices.extend(rollouts.notices)
-        loaded.append((step, _sample(rollouts, most, seed)))
+    loaded = [(step, _sample(step.load(), most, seed)) for step in steps]
     floor = float("nan") if analysis is None else float(analysis.steps["noise_floor_rms"].max())
     trainer = run.trainer_checkpoints
     tokens = _tokens(run, loaded, analysis)
@@ -50,8 +43,6 @@ def gather(run: Run, steps: Sequence[Step], analysis: Analysis | None, seed: int
         tokens=tokens,
         usable=tokens.counted & ~np.isnan(tokens.sampler) & ~np.isnan(tokens.stale),
         versions=() if trainer is None else tuple(trainer.versions()),
-        rejected=tuple(rejected),
-        notices=tuple(dict.fromkeys(notices)),
         noise_floor=floor,
         temperature=run.settings.scoring_temperature,
     )
@@ -118,13 +109,7 @@ def _tokens(run: Run, loaded: list[tuple[Step, Rollouts]], analysis: Analysis | 
         trainer_logged=np.concatenate([np.zeros(0), *(rollouts.trainer_logprob for rollouts in every)]),
         claimed=_joined([rollouts.sampler_version for rollouts in every]),
         trainer_version=_joined(versions),
-        kind=_joined([_kinds(rollouts) for rollouts in every]),
     )
-
-
-def _kinds(rollouts: Rollouts) -> Ints:
-    known = rollouts.sampler_kind
-    return np.zeros(len(rollouts.response.values), dtype=np.int64) if known is None else known
 
 
 def _scored(step: int, rollouts: Rollouts, analysis: Analysis | None) -> dict[str, Floats]:

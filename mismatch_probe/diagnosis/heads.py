@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mismatch_probe.diagnosis.catalogue import Page
-from mismatch_probe.diagnosis.evidence import CAP, Evidence, Weights
-from mismatch_probe.diagnosis.finding import Example, Finding, NotTestable, Number, Result, Severity
-from mismatch_probe.diagnosis.rereading import fits_of, read_as, share_of_gap, suspects, with_candidate
+from mismatch_probe.diagnosis.evidence import Evidence, Weights, capped
+from mismatch_probe.diagnosis.finding import Example, Finding, NotTestable, Number, Result, Severity, or_none
+from mismatch_probe.diagnosis.rereading import read_as, share_of_gap, suspects, with_candidate
 from mismatch_probe.diagnosis.scan import BETTER, LEAST, Candidate, Fit, Scan, mean_difference
 from mismatch_probe.diagnosis.words import nats, steps_of
 from mismatch_probe.errors import CheckpointError
@@ -55,7 +55,7 @@ def check_heads(evidence: Evidence) -> Result:
         return Result(not_testable=(NotTestable(("MP203",), "no sampler log-prob and checkpoint are there together"),))
     if sum(candidate.version is not None for candidate in scan.candidates) < 2:
         return Result(not_testable=(NotTestable(("MP203",), "the run holds one set of weights only"),))
-    fits = fits_of(evidence, scan)
+    fits = evidence.readings
     open_ = suspects(fits)
     if not open_:
         return Result()
@@ -76,7 +76,7 @@ class _Search:
         self._evidence, self._scan, self._weights = evidence, scan, weights
         self._known = [at for at, one in enumerate(scan.candidates) if one in set(weights.candidates)]
 
-    def pairs(self, pilot: Fit, fits: list[Fit]) -> list[_Pair]:
+    def pairs(self, pilot: Fit, fits: Sequence[Fit]) -> list[_Pair]:
         """The pair of every step that a pair explains as one explains the pilot; empty where none does."""
         found = self._pilot(pilot)
         if found is None:
@@ -134,7 +134,7 @@ class _Search:
             scored = self._score(fit, body, heads, chosen)
             for row, head in enumerate(heads):
                 for temperature, values in scored.items():
-                    absolute = np.minimum(np.abs(values[row] - sampler), CAP)
+                    absolute = capped(values[row] - sampler)
                     gap, before = float(absolute.mean()), float(np.nanmean(whole))
                     if (best is not None and gap >= best.gap) or gap > share * before or before - gap < least:
                         continue
@@ -172,7 +172,7 @@ class _Search:
         named = self._scan.claimed[slot]
         candidate = named if fit.choice.candidate is None else np.full(len(at), fit.choice.candidate)
         found = self._scan.logprob[candidate, fit.choice.temperature, slot]
-        return np.where(candidate >= 0, np.minimum(np.abs(found - self._evidence.tokens.sampler[at]), CAP), np.nan)
+        return np.where(candidate >= 0, capped(found - self._evidence.tokens.sampler[at]), np.nan)
 
 
 def _finding(evidence: Evidence, scan: Scan, pairs: list[_Pair], steps: list[int]) -> Finding:
@@ -192,7 +192,7 @@ def _finding(evidence: Evidence, scan: Scan, pairs: list[_Pair], steps: list[int
         numbers=(
             Number("mean |D| of the best whole version", worst.fit.gap, "nats"),
             Number("mean |D| as found", worst.gap, "nats"),
-            Number("difference", worst.fit.gap - worst.gap, "nats", *_ends(worst)),
+            Number("difference", worst.fit.gap - worst.gap, "nats", or_none(worst.low), or_none(worst.high)),
         ),
         steps=tuple(mine),
         examples=tuple(
@@ -216,10 +216,6 @@ def _rule(scan: Scan, pairs: list[_Pair]) -> str:
 def _text(scan: Scan, pair: _Pair) -> str:
     body, head = scan.candidates[pair.body].name, scan.candidates[pair.head].name
     return f"body of {body} with the output head of {head}"
-
-
-def _ends(pair: _Pair) -> Iterable[float | None]:
-    return (None if np.isnan(end) else end for end in (pair.low, pair.high))
 
 
 def _reread(evidence: Evidence, scan: Scan, pairs: list[_Pair]) -> Evidence:

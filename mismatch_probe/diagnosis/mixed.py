@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from mismatch_probe.diagnosis.catalogue import Page
-from mismatch_probe.diagnosis.evidence import CAP, Evidence
+from mismatch_probe.diagnosis.evidence import Evidence, capped
 from mismatch_probe.diagnosis.finding import NotTestable, Result
 from mismatch_probe.diagnosis.mixed_report import Mixed, MixedReport
 from mismatch_probe.diagnosis.paths import find_paths
-from mismatch_probe.diagnosis.rereading import fits_of, read_as
+from mismatch_probe.diagnosis.rereading import read_as
 from mismatch_probe.diagnosis.scan import BETTER, LEAST, Fit, Scan, Window, mean_difference
 from mismatch_probe.run import Ints
 
@@ -63,7 +63,7 @@ def check_mixed(evidence: Evidence) -> Result:
         return Result(not_testable=(NotTestable(("MP207", "MP212"), "no version can be scanned"),))
     if sum(candidate.version is not None for candidate in scan.candidates) < 2:
         return Result(not_testable=(NotTestable(("MP207", "MP212"), "the run holds one set of weights only"),))
-    fits = fits_of(evidence, scan)
+    fits = evidence.readings
     looked = [found for fit in fits if (found := _look(evidence, scan, fit)) is not None and found.differs.any()]
     # Where labels are right, a version that some tokens choose is worse for the others, never better.
     mixed = [one for one in looked if np.nansum((one.before - one.after)[one.differs]) > 0]
@@ -101,7 +101,7 @@ def _look(evidence: Evidence, scan: Scan, fit: Fit) -> Mixed | None:
     claimed = np.where(named >= 0, scan.logprob[named, fit.choice.temperature, slot], np.nan)
     others = scan.logprob[candidates, fit.choice.temperature][:, slot]
     difference = np.vstack([claimed[None], others]) - sampler
-    absolute = np.minimum(np.abs(difference), CAP)
+    absolute = capped(difference)
     if np.mean(before) - np.mean(np.nanmin(absolute, axis=0)) < _LITTLE:
         return None
     found = find_paths(difference, evidence.tokens.sequence[log_places])

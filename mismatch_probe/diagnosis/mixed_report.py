@@ -83,7 +83,7 @@ class MixedReport:
             parts = "; ".join(
                 f"version {version[k]} from token {self._evidence.tokens.position[at[k]]}" for k in (0, *change)
             )
-            examples.append(self._example(int(row), int(at[change[0]]), f"{parts}; labelled {self._label(mine)}"))
+            examples.append(self._evidence.example(int(at[change[0]]), f"{parts}; labelled {self._label(mine)}"))
         return self._finding(
             "MP212",
             f"versions change inside responses other than labelled: {inside.sum()} of {count(len(rows), 'response')} "
@@ -108,8 +108,8 @@ class MixedReport:
         text += trend(mine, self._all())
         order = np.argsort(-np.where(older, behind, -1), kind="stable")[:6]
         examples = [
-            self._example(
-                int(rows[k]), None, f"prompt first seen at step {first[k]}, sampled {behind[k]:.0f} versions ago"
+            evidence.example_row(
+                int(rows[k]), f"prompt first seen at step {first[k]}, sampled {behind[k]:.0f} versions ago"
             )
             for k in order
             if older[k]
@@ -127,7 +127,9 @@ class MixedReport:
         which = f"version {held[0]}" if len(held) == 1 else f"versions {held[0]} to {held[-1]}"
         code, how = ("MP202", "older than labelled") if not newer.any() else ("MP705", "other than labelled")
         examples = [
-            self._example(int(row), None, f"labelled {self._label(mine)}, version {_most(self.found[mine])} fits")
+            self._evidence.example_row(
+                int(row), f"labelled {self._label(mine)}, version {_most(self.found[mine])} fits"
+            )
             for row in rows[wrong][:6]
             for mine in (self.sequence == row,)
         ]
@@ -161,11 +163,6 @@ class MixedReport:
     def _label(self, mine: Bools) -> str:
         named = np.unique(self.claimed[mine])
         return " and ".join("unknown" if one == UNKNOWN_VERSION else str(one) for one in named)
-
-    def _example(self, row: int, token: int | None, note: str) -> Example:
-        sequences = self._evidence.sequences
-        position = None if token is None else int(self._evidence.tokens.position[token])
-        return Example(int(sequences.step[row]), str(sequences.sequence_id[row]), position, note)
 
 
 def _most(versions: Ints) -> int:

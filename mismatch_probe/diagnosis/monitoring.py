@@ -8,7 +8,7 @@ import numpy as np
 
 from mismatch_probe.diagnosis.catalogue import Page
 from mismatch_probe.diagnosis.evidence import Evidence
-from mismatch_probe.diagnosis.finding import Example, Finding, NotTestable, Number, Result, Severity
+from mismatch_probe.diagnosis.finding import Finding, NotTestable, Number, Result, Severity
 from mismatch_probe.diagnosis.words import count, nats, percent, steps_of
 from mismatch_probe.run import Floats, Ints
 from mismatch_probe.stats.ess import ess
@@ -178,7 +178,7 @@ def _rows(evidence: Evidence, masked: np.ndarray, empty: Ints) -> Finding:
         Number("largest share of such rows in a step", share),
     )
     places = np.flatnonzero(masked)[:3]
-    examples = tuple(Example(int(sequences.step[row]), str(sequences.sequence_id[row])) for row in places)
+    examples = tuple(evidence.example_row(int(row)) for row in places)
     steps = tuple(step for step, _ in of_step)
     return Finding("MP701", Severity.INFO, text, float(masked.mean()), numbers, steps, examples)
 

@@ -12,7 +12,7 @@ import numpy as np
 from mismatch_probe.checkpoints.config import config_differences
 from mismatch_probe.diagnosis.catalogue import Page
 from mismatch_probe.diagnosis.evidence import Evidence
-from mismatch_probe.diagnosis.finding import Finding, NotTestable, Number, Result, Severity
+from mismatch_probe.diagnosis.finding import Finding, NotTestable, Number, Result, Severity, or_none
 from mismatch_probe.diagnosis.levels import Expected, differences, expected
 from mismatch_probe.diagnosis.spread import mean_of
 from mismatch_probe.diagnosis.words import listed, nats
@@ -195,8 +195,7 @@ def _factor(a: tuple[float, float, float], b: tuple[float, float, float]) -> flo
 
 
 def _number(name: str, found: tuple[float, float, float], unit: str = "1") -> Number:
-    low, high = (None if math.isnan(end) else end for end in found[1:])
-    return Number(name, found[0], unit, low, high)
+    return Number(name, found[0], unit, *map(or_none, found[1:]))
 
 
 CHECKS: tuple[Callable[[Evidence], Result], ...] = (check_level,)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mismatch_probe.diagnosis.evidence import Evidence
-from mismatch_probe.diagnosis.finding import Example, Finding, NotTestable, Number, Result, Severity
+from mismatch_probe.diagnosis.finding import Example, Finding, NotTestable, Number, Result, Severity, or_none
 from mismatch_probe.diagnosis.levels import experts_of
 from mismatch_probe.diagnosis.residual import Residual, robust_deviation, severity_of
 from mismatch_probe.diagnosis.spread import mean_of
@@ -69,13 +69,13 @@ def check_sequences(evidence: Evidence) -> Result:
         summary,
         explains=left.share(tokens, rest),
         numbers=(
-            Number("mean |D| in the bad sequences", level, "nats", _end(low), _end(high)),
+            Number("mean |D| in the bad sequences", level, "nats", or_none(low), or_none(high)),
             Number("mean |D| in the others", rest, "nats"),
             Number("share of the error that they carry", carried),
             Number("share of the sequences that a mask would drop", dropped),
         ),
         steps=tuple(int(step) for step in np.unique(evidence.sequences.step[rows[bad]])),
-        examples=tuple(_row(evidence, int(row), f"mean |D| {nats(places[row])}") for row in worst),
+        examples=tuple(evidence.example_row(int(row), f"mean |D| {nats(places[row])}") for row in worst),
     )
     return Result((finding,), (), evidence.without(left.mask(tokens, len(evidence.tokens)), "bad sequences"))
 
@@ -137,7 +137,7 @@ class Tail:
             plain = float(np.exp(np.minimum(d, 700.0)).mean())
         return (
             Number("tokens in the tail", float(self.tokens.sum())),
-            Number("share of tokens in the tail", *self.share[:1], "1", *map(_end, self.share[1:])),
+            Number("share of tokens in the tail", *self.share[:1], "1", *map(or_none, self.share[1:])),
             Number("median |D|", float(np.median(d)), "nats"),
             Number("99th percentile of |D|", float(np.quantile(d, 0.99)), "nats"),
             Number("largest |D|", float(d.max()), "nats"),
@@ -241,14 +241,6 @@ def _reward(evidence: Evidence, left: Residual, tokens: Bools) -> tuple[Number, 
         return ()
     gap = float(reward[known[hit]].mean() - reward[known[~hit]].mean())
     return (Number("mean reward of the responses with such tokens minus that of the others", gap),)
-
-
-def _row(evidence: Evidence, row: int, note: str) -> Example:
-    return Example(int(evidence.sequences.step[row]), str(evidence.sequences.sequence_id[row]), None, note)
-
-
-def _end(value: float) -> float | None:
-    return None if np.isnan(value) else value
 
 
 CHECKS = (check_sequences, check_tokens)

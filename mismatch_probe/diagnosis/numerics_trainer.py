@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mismatch_probe.diagnosis.catalogue import Page
-from mismatch_probe.diagnosis.evidence import CAP, Evidence
+from mismatch_probe.diagnosis.evidence import CAP, Evidence, capped
 from mismatch_probe.diagnosis.finding import Finding, NotTestable, Number, Result, Severity
 from mismatch_probe.diagnosis.numerics_tails import Tail, examples_of, tail_named, tail_of
 from mismatch_probe.diagnosis.residual import Residual
@@ -186,7 +186,7 @@ def _closest(evidence: Evidence, wanted: Bools) -> Floats | None:
         return None
 
     def gap(column: Floats) -> float:
-        return float(np.nanmean(np.minimum(np.abs(column - tokens.trainer_logged)[wanted], CAP)))
+        return float(np.nanmean(capped((column - tokens.trainer_logged)[wanted])))
 
     return min(known, key=gap)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mismatch_probe.diagnosis.evidence import CAP
+from mismatch_probe.diagnosis.evidence import CAP, capped
 from mismatch_probe.run import Bools, Floats, Ints
 
 OUTLIER, SWITCH, LEAVE = 4.0, 6.0, 3.0
@@ -33,7 +33,7 @@ def find_paths(difference: Floats, sequence: Ints) -> Paths:
         difference: D of each token under each reading, as claimed first, (S, n), NaN unknown.
         sequence: of each token, ascending, (n,).
     """
-    absolute = np.minimum(np.abs(difference), CAP)
+    absolute = capped(difference)
     known = np.asarray(~np.isnan(absolute).all(axis=0), dtype=np.bool_)
     cost = np.where(np.isnan(absolute), CAP, absolute)
     cost[:, ~known] = 0.0

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from mismatch_probe.diagnosis.catalogue import Page
-from mismatch_probe.diagnosis.evidence import CAP, Evidence
+from mismatch_probe.diagnosis.evidence import Evidence, capped
 from mismatch_probe.diagnosis.finding import Example, Finding, NotTestable, Number, Result, Severity
 from mismatch_probe.diagnosis.mixed_report import trend
 from mismatch_probe.diagnosis.scan import BETTER, LEAST
@@ -30,7 +30,7 @@ def check_repeats(evidence: Evidence) -> Result:
         reason = "no step holds both prompts of earlier steps and new ones"
         return Result(not_testable=(NotTestable(("MP207",), reason),))
     among = evidence.usable & np.isin(step, both)
-    absolute = np.minimum(np.abs(evidence.discrepancy), CAP)
+    absolute = capped(evidence.discrepancy)
     old, new = _by_group(evidence, absolute, among & seen), _by_group(evidence, absolute, among & ~seen)
     if min(len(old), len(new)) < _GROUPS:
         return Result()
@@ -81,12 +81,7 @@ def _examples(evidence: Evidence, absolute: Floats, chosen: Bools) -> tuple[Exam
     mean = total / np.maximum(1, np.bincount(rows[chosen], minlength=len(evidence.sequences)))
     first = first_step_of_prompt(evidence)
     return tuple(
-        Example(
-            int(evidence.sequences.step[row]),
-            str(evidence.sequences.sequence_id[row]),
-            None,
-            f"prompt first seen at step {first[row]}, mean |D| {nats(float(mean[row]))}",
-        )
+        evidence.example_row(int(row), f"prompt first seen at step {first[row]}, mean |D| {nats(float(mean[row]))}")
         for row in np.argsort(-mean, kind="stable")[:6]
     )
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from mismatch_probe.diagnosis.evidence import Evidence
 from mismatch_probe.diagnosis.fine import WIDE
-from mismatch_probe.diagnosis.scan import Candidate, Fit, Scan, fit_step
+from mismatch_probe.diagnosis.scan import Candidate, Fit, Scan
 from mismatch_probe.run import Bools, Floats, Ints
 
 _APART, _LEAST = 1.5, 0.0067
 """Or above which it is, where so many times that of the best step; below, no reading could take enough away."""
 
 
-def fits_of(evidence: Evidence, scan: Scan) -> list[Fit]:
-    """The simplest reading of every step that could be compared."""
-    steps = np.unique(evidence.step_of_token[scan.tokens])
-    return [fit for step in steps if (fit := fit_step(evidence, scan, int(step))) is not None]
-
-
-def suspects(fits: list[Fit]) -> list[Fit]:
+def suspects(fits: Sequence[Fit]) -> list[Fit]:
     """Steps whose best reading leaves more than numerics usually do, or much more than at the run's best step."""
     least = min((fit.gap for fit in fits), default=0.0)
     return [fit for fit in fits if fit.gap > WIDE or (fit.gap > _APART * least and fit.gap > _LEAST)]

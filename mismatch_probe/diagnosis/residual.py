@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mismatch_probe.diagnosis.evidence import CAP, Evidence
+from mismatch_probe.diagnosis.evidence import Evidence, capped
 from mismatch_probe.diagnosis.finding import Severity
 from mismatch_probe.run import Bools, Floats, Ints
 from mismatch_probe.stats.constancy import displacement
@@ -53,12 +53,12 @@ class Residual:
         return cls(
             at=at,
             d=d,
-            size=np.minimum(np.abs(d), CAP),
+            size=capped(d),
             odds=displacement(first[at], second[at]),
             group=evidence.group_of_token[at],
             sequence=evidence.tokens.sequence[at],
             step=evidence.step_of_token[at],
-            total=float(np.minimum(np.abs(second - first)[counted], CAP).sum()),
+            total=float(capped((second - first)[counted]).sum()),
         )
 
     def __len__(self) -> int:

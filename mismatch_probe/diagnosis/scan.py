@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mismatch_probe.diagnosis.evidence import CAP, Evidence
+from mismatch_probe.diagnosis.evidence import CAP, Evidence, capped
 from mismatch_probe.run import Bools, Floats, Ints
 from mismatch_probe.stats.intervals import ClusterIntervals, group_sums, mean
 
@@ -161,7 +161,7 @@ class Window:
         candidate = scan.claimed[slot] if choice.candidate is None else np.full(len(slot), choice.candidate)
         found = scan.logprob[candidate, choice.temperature, slot]
         out = np.full(len(self.at), np.nan)
-        out[there] = np.where(candidate >= 0, np.minimum(np.abs(found - self._sampler[there]), CAP), np.nan)
+        out[there] = np.where(candidate >= 0, capped(found - self._sampler[there]), np.nan)
         return out
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mismatch_probe.diagnosis.evidence import CAP, Evidence
+from mismatch_probe.diagnosis.evidence import CAP, Evidence, capped
 from mismatch_probe.diagnosis.fine import FineTable
 from mismatch_probe.diagnosis.scan import Candidate, Scan
 from mismatch_probe.diagnosis.scored import Scorer, scores_of
@@ -193,7 +193,7 @@ def _promising(evidence: Evidence, found: list[Floats], named: Ints, step: int) 
     """
     mine = evidence.step_of_token == step
     sampler = evidence.tokens.sampler[mine]
-    gaps = np.array([np.minimum(np.abs(one[mine] - sampler), CAP) for one in found])  # (K, n)
+    gaps = np.array([capped(one[mine] - sampler) for one in found])  # (K, n)
     known = ~np.isnan(gaps).all(axis=0)
     gaps[np.isnan(gaps).all(axis=1)] = CAP  # it could not be loaded
     gaps, own = gaps[:, known], named[mine][known]

@@ -9,9 +9,9 @@ import numpy as np
 
 from mismatch_probe.diagnosis.catalogue import Page
 from mismatch_probe.diagnosis.evidence import Evidence
-from mismatch_probe.diagnosis.finding import Finding, NotTestable, Number, Result, Severity
+from mismatch_probe.diagnosis.finding import Finding, NotTestable, Number, Result, Severity, or_none
 from mismatch_probe.diagnosis.origins import is_base, label_stands_still, stranger_of, twins
-from mismatch_probe.diagnosis.scan import Candidate, Fit, Scan, fit_step, unshifted
+from mismatch_probe.diagnosis.scan import Candidate, Fit, Scan, unshifted
 from mismatch_probe.diagnosis.words import listed, nats, steps_of
 
 PAGES = (
@@ -84,8 +84,7 @@ def check_scans(evidence: Evidence) -> Result:
     scan = evidence.scan
     if scan is None:
         return Result(not_testable=(NotTestable((*_VERSIONS, "MP401", "MP101"), _why_none(evidence)),))
-    steps = np.unique(evidence.step_of_token[scan.tokens])
-    fits = [fit for step in steps if (fit := fit_step(evidence, scan, int(step))) is not None]
+    fits = evidence.readings
     repaired = evidence
     for fit in fits:
         repaired = _apply(repaired, scan, fit)
@@ -94,7 +93,7 @@ def check_scans(evidence: Evidence) -> Result:
     untested = []
     if len(scan.candidates) < 2:
         untested.append(NotTestable(_VERSIONS, "the run holds one set of weights only"))
-    return Result(findings, tuple(untested), replace(repaired, fits=tuple(fits)))
+    return Result(findings, tuple(untested), replace(repaired, fits=fits))
 
 
 def _why_none(evidence: Evidence) -> str:
@@ -223,7 +222,6 @@ class _Report:
 
     def _finding(self, code: str, fits: Sequence[Fit], summary: str) -> Finding:
         worst = max(fits, key=lambda fit: fit.gap_claimed - fit.gap)
-        low, high = (None if np.isnan(end) else end for end in (worst.low, worst.high))
         gone = sum((fit.gap_claimed - fit.gap) * fit.tokens for fit in fits)
         all_of_it = sum(fit.gap_claimed * fit.tokens for fit in self._fits)
         return Finding(
@@ -234,7 +232,7 @@ class _Report:
             numbers=(
                 Number("mean |D| as claimed", worst.gap_claimed, "nats"),
                 Number("mean |D| as found", worst.gap, "nats"),
-                Number("difference", worst.gap_claimed - worst.gap, "nats", low, high),
+                Number("difference", worst.gap_claimed - worst.gap, "nats", or_none(worst.low), or_none(worst.high)),
             ),
             steps=tuple(fit.step for fit in fits),
         )

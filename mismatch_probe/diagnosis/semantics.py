@@ -1,4 +1,4 @@
-"""Log-probs of another distribution than the one that is trained: truncation, calibration, penalties."""
+"""Log-probs of another distribution than the one that is trained: calibration, penalties."""
 
 from __future__ import annotations
 
@@ -9,22 +9,9 @@ import numpy as np
 from mismatch_probe.diagnosis.catalogue import Page
 from mismatch_probe.diagnosis.evidence import Evidence
 from mismatch_probe.diagnosis.finding import Finding, NotTestable, Number, Result, Severity
-from mismatch_probe.diagnosis.words import nats, percent
 from mismatch_probe.run import Bools
 
 PAGES = (
-    Page(
-        "MP402",
-        "sampling was cut (top-p, top-k, min-p)",
-        "The logged log-probs are renormalised over the tokens that survived top-p, top-k or min-p; the trainer's are "
-        "not. The difference is the log of the mass that survived.",
-        "D is negative at nearly every token that has one, its mean weight lies below 1, and nothing else is wrong: "
-        "ESS and correlation look perfect.",
-        "Tokens whose D is clearly positive; a mean weight of 1.",
-        "Sample with top_p=1 and top_k=-1, or replay the engine's sampling mask in the trainer. Reweighting by the "
-        "logged ratio multiplies every gradient by the surviving mass.",
-        ("huggingface/trl#6789", "verl-project/verl#6240", "vllm-project/vllm#49577"),
-    ),
     Page(
         "MP404",
         "the sampled tokens do not fit the logged distribution",
@@ -49,61 +36,11 @@ PAGES = (
 )
 
 _LEAST_TOKENS = 50
-_CERTAIN = 0.05
-"""Entropy of a prefix, nats, below which truncation cuts nothing."""
-_MASS = 0.002
-"""Mean weights this close to 1 are rounding's."""
 _CALIBRATION_Z, _CALIBRATION = 5.0, 0.05
 _PENALTY_Z, _PENALTY = 5.0, 0.02
 _EXPLAINED = 0.2
 """Mean |D|, nats, above which something larger is wrong: these signatures then mean nothing."""
 _UNEXPLAINED = "a larger gap is left unexplained"
-
-
-def check_truncation(evidence: Evidence) -> Result:
-    """D of one sign and a mean weight below 1."""
-    discrepancy, usable = evidence.discrepancy, evidence.usable
-    known = discrepancy[usable]
-    if len(known) < _LEAST_TOKENS:
-        return Result(not_testable=(NotTestable(("MP402",), "fewer than 50 tokens have a discrepancy"),))
-    positive = known[known > 0]
-    # What noise there is shows above 0, where truncation puts nothing.
-    noise = float(np.sqrt(np.square(positive).mean())) if len(positive) else 0.0
-    limit = max(0.005, 3 * noise)
-    below, above = int((known < -limit).sum()), int((known > limit).sum())
-    with np.errstate(over="ignore"):
-        weight, low, high = evidence.mean(np.exp(discrepancy))
-    if not (high < 1 - _MASS and below >= 20 and below >= 20 * max(1, above)):
-        return Result()
-    settings = evidence.settings
-    declared = [f"top_p {settings.top_p:g}"] if settings.top_p < 1 else []
-    declared += [f"top_k {settings.top_k}"] if settings.top_k > 0 else []
-    said = (
-        f"{' and '.join(declared)} declared" if declared else "none declared, so the settings that are logged are wrong"
-    )
-    summary = (
-        f"sampling was cut ({said}): {percent(float((known < limit).mean()))} of tokens have D < {nats(limit)}, and "
-        f"the mean weight is {weight:.3f} [{low:.3f}, {high:.3f}]: the bias is one-sided, and ESS cannot see it"
-    )
-    chosen = usable & (discrepancy < -limit)
-    finding = Finding(
-        "MP402",
-        Severity.ERROR,
-        summary,
-        explains=_share(evidence, chosen),
-        numbers=(
-            Number("mean weight", weight, "1", low, high),
-            Number("mean D", *_reordered(evidence.mean(discrepancy))),
-            Number("tokens below", below),
-            Number("tokens above", above),
-        ),
-        examples=tuple(evidence.example(int(at), f"D {discrepancy[at]:.3f}") for at in _worst(discrepancy, chosen)),
-    )
-    # Which mass survived at each prefix is not logged: its mean is put back wherever the prefix leaves a choice. It is
-    # the same for every token, since one chosen by its D would favour the version that D was taken with.
-    open_prefix = usable & ~(evidence.tokens.entropy < _CERTAIN)
-    restored = evidence.tokens.sampler + np.where(open_prefix, float(discrepancy[open_prefix].mean()), 0.0)
-    return Result((finding,), evidence=replace(evidence, tokens=replace(evidence.tokens, sampler=restored)))
 
 
 def check_calibration(evidence: Evidence) -> Result:
@@ -153,11 +90,9 @@ def check_penalties(evidence: Evidence) -> Result:
         "MP405",
         Severity.ERROR,
         summary,
-        explains=_share(evidence, usable & seen),
+        explains=evidence.share(seen),
         numbers=(Number("D, seen before", again[0], "nats", again[1], again[2]), Number("difference", gap, "nats")),
-        examples=tuple(
-            evidence.example(int(at), f"D {discrepancy[at]:.3f}") for at in _worst(discrepancy, usable & seen)
-        ),
+        examples=tuple(evidence.example(int(at), f"D {discrepancy[at]:.3f}") for at in evidence.worst(seen)),
     )
     centred = evidence.tokens.sampler + np.where(seen, again[0], first[0])
     mended = replace(evidence, tokens=replace(evidence.tokens, sampler=centred))
@@ -177,20 +112,4 @@ def _seen_before(evidence: Evidence) -> Bools:
     return out
 
 
-def _share(evidence: Evidence, chosen: Bools) -> float:
-    """Share of the remaining gap that the chosen tokens carry."""
-    size = np.minimum(np.abs(evidence.discrepancy), 2.0)
-    whole = float(size[evidence.usable].sum())
-    return float(size[chosen & evidence.usable].sum()) / whole if whole > 0 else 0.0
-
-
-def _worst(discrepancy: np.ndarray, chosen: Bools, most: int = 3) -> np.ndarray:
-    places = np.flatnonzero(chosen)
-    return places[np.argsort(-np.abs(discrepancy[places]), kind="stable")[:most]]
-
-
-def _reordered(mean: tuple[float, float, float]) -> tuple[float, str, float, float]:
-    return mean[0], "nats", mean[1], mean[2]
-
-
-CHECKS = (check_truncation, check_penalties, check_calibration)
+CHECKS = (check_penalties, check_calibration)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
@@ -48,7 +47,7 @@ def bucket_means(values: Floats, level: Ints, group: Ints, levels: int, confiden
             continue
         each = without[there, at]
         error = np.sqrt((held - 1) / held * np.square(each - each.mean()).sum())
-        reach = _t(round((1 + confidence) / 2, 9), held - 1) * error
+        reach = t_quantile(round((1 + confidence) / 2, 9), held - 1) * error
         low[at], high[at] = mean[at] - reach, mean[at] + reach
     return Means(tokens.astype(np.int64), mean, low, high)
 
@@ -77,7 +76,7 @@ def difference(values: Floats, there: Bools, group: Ints, confidence: float = 0.
         return found, float("nan"), float("nan")
     held = int((counts.sum(axis=1) > 0).sum())
     error = np.sqrt(held / (held - 1) * np.square(push).sum())
-    reach = _t(round((1 + confidence) / 2, 9), int(sides.min()) - 1) * error
+    reach = t_quantile(round((1 + confidence) / 2, 9), int(sides.min()) - 1) * error
     return found, float(found - reach), float(found + reach)
 
 
@@ -97,8 +96,3 @@ def intraclass(values: Floats, kind: Ints) -> float:
     usual = (n - float(np.square(counts).sum()) / n) / (k - 1)
     total = (between - within) / usual + within
     return float((between - within) / usual / total) if total > 0 else float("nan")
-
-
-@cache
-def _t(p: float, freedom: int) -> float:
-    return t_quantile(p, freedom)

@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from mismatch_probe.diagnosis.catalogue import Page
-from mismatch_probe.diagnosis.evidence import CAP, Evidence
-from mismatch_probe.diagnosis.finding import Finding, NotTestable, Number, Result, Severity
+from mismatch_probe.diagnosis.evidence import Evidence, capped
+from mismatch_probe.diagnosis.finding import Finding, NotTestable, Number, Result, Severity, or_none
 from mismatch_probe.diagnosis.rereading import share_of_gap
 from mismatch_probe.diagnosis.words import nats, steps_of
 from mismatch_probe.run import Bools
@@ -56,7 +56,7 @@ def _in_one_piece(far: list[int], steps: list[int]) -> bool:
 
 def _broad(evidence: Evidence, among: Bools) -> bool:
     chosen = evidence.usable & among
-    absolute = np.minimum(np.abs(evidence.discrepancy[chosen]), CAP)
+    absolute = capped(evidence.discrepancy[chosen])
     _, group = np.unique(evidence.group_of_token[chosen], return_inverse=True)
     of_group = np.bincount(group, weights=absolute) / np.bincount(group)
     near = (of_group > _OF_MEAN * absolute.mean()).mean()
@@ -89,7 +89,7 @@ def _scattered(evidence: Evidence, among: Bools) -> bool:
 
 def _finding(evidence: Evidence, gaps: dict[int, float], far: list[int], steps: list[int]) -> Finding:
     among = np.isin(evidence.step_of_token, far)
-    mean, low, high = evidence.mean(np.minimum(np.abs(evidence.discrepancy), CAP), among)
+    mean, low, high = evidence.mean(capped(evidence.discrepancy), among)
     before = [gaps[step] for step in steps if step < far[0]]
     code = "MP206" if before else "MP205"
     trained = evidence.tokens.trainer_version[evidence.step_of_token == steps[0]]
@@ -115,7 +115,7 @@ def _finding(evidence: Evidence, gaps: dict[int, float], far: list[int], steps: 
         f".014; heads, temperatures and shifts were tried{_nowhere(evidence, among)}{_growth(evidence, among)}",
         explains=share_of_gap(evidence, {step: gaps[step] for step in far}),
         numbers=(
-            Number("mean |D|", mean, "nats", *(None if math.isnan(end) else end for end in (low, high))),
+            Number("mean |D|", mean, "nats", or_none(low), or_none(high)),
             Number("mean D", float(evidence.discrepancy[evidence.usable & among].mean()), "nats"),
         ),
         steps=tuple(far),
@@ -141,7 +141,7 @@ def _growth(evidence: Evidence, among: Bools) -> str:
     chosen = evidence.usable & among
     tokens = evidence.tokens
     place = (tokens.position + evidence.sequences.prompt_length[tokens.sequence])[chosen]
-    absolute = np.minimum(np.abs(evidence.discrepancy[chosen]), CAP)
+    absolute = capped(evidence.discrepancy[chosen])
     late = place > np.median(place)
     if not late.any() or late.all() or absolute[late].mean() < 1.5 * absolute[~late].mean():
         return ""

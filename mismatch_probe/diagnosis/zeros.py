@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mismatch_probe.diagnosis.catalogue import Page
-from mismatch_probe.diagnosis.evidence import CAP, Evidence
+from mismatch_probe.diagnosis.evidence import Evidence
 from mismatch_probe.diagnosis.finding import Finding, NotTestable, Number, Result, Severity
 from mismatch_probe.diagnosis.words import count, nats, percent
 from mismatch_probe.run import Bools
@@ -108,8 +108,6 @@ def _finding(evidence: Evidence, kind: _Kind, chosen: Bools, others: float) -> F
     tokens = evidence.tokens
     rows = len(np.unique(tokens.sequence[chosen]))
     inside = evidence.gap(chosen)
-    size = np.minimum(np.abs(evidence.discrepancy), CAP)
-    whole = float(size[evidence.usable].sum())
     share = float(chosen.sum() / tokens.counted.sum())
     with np.errstate(invalid="ignore"):
         k1, low, high = evidence.mean(-evidence.discrepancy)
@@ -122,7 +120,7 @@ def _finding(evidence: Evidence, kind: _Kind, chosen: Bools, others: float) -> F
         kind.code,
         Severity.ERROR,
         text,
-        explains=float(size[chosen & evidence.usable].sum()) / whole if whole > 0 else share,
+        explains=evidence.share(chosen) if evidence.gap() > 0 else share,
         numbers=(Number("mean |D| there", inside, "nats"), Number("mean |D| elsewhere", others, "nats")),
         examples=tuple(evidence.example(int(place)) for place in np.flatnonzero(chosen)[:3]),
     )

@@ -101,7 +101,7 @@ def replay(steps: Sequence[LagEss], threshold: float) -> list[ReplayedStep]:
     for one in steps:
         lag = one.version_lag if since is None else min(one.version_lag, one.step - since)
         changed = lag != one.version_lag
-        ess = curve[min((seen for seen in curve if seen >= lag), default=max(curve))].ess if changed else one.ess
+        ess = curve[min(seen for seen in curve if seen >= lag)].ess if changed else one.ess
         resync = ess < threshold and lag > 0
         out.append(ReplayedStep(one.step, one.version_lag, lag, ess, resync))
         if resync:

@@ -71,7 +71,6 @@ def planted_evidence(
         entropy=entropy,
         claimed=versions,
         trainer_version=np.repeat(steps, lengths),
-        kind=np.zeros(len(sequence), dtype=np.int64),
     )
     sequences = Sequences(
         step=np.array(steps),

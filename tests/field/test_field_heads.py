@@ -6,18 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.field.base import codes, find
-from tests.field.case import Case, Variant, judge
-from tests.field.cases_heads import CASES
 
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_data"
-
-
-@pytest.mark.parametrize(
-    ("case", "variant"),
-    [pytest.param(case, variant, id=f"{case.title}-{name}") for case in CASES for name, variant in case.variants()],
-)
-def test_the_right_cause_comes_first(case: Case, variant: Variant, tmp_path: Path) -> None:
-    judge(case, variant, tmp_path / "run")
 
 
 def test_the_recorded_fault_of_an_engine(tmp_path: Path) -> None:

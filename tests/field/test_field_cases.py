@@ -1,3 +1,5 @@
+"""Every field report: the right cause is named first."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -5,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.field.case import Case, Variant, judge
-from tests.field.cases_origins import CASES
+from tests.field.page import cases
 
 # peft warns of what transformers 5 has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -13,7 +15,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 @pytest.mark.parametrize(
     ("case", "variant"),
-    [pytest.param(case, variant, id=f"{case.code}-{name}") for case in CASES for name, variant in case.variants()],
+    [
+        pytest.param(case, variant, id=f"{case.number}-{case.code}-{case.title}-{name}")
+        for case in cases()
+        for name, variant in case.variants()
+    ],
 )
 def test_the_right_cause_comes_first(case: Case, variant: Variant, tmp_path: Path) -> None:
     judge(case, variant, tmp_path / "run")
