@@ -88,27 +88,34 @@ def test_two_commands_do_not_write_to_one_folder(run: Planted, capsys: pytest.Ca
     assert decompose(run, "-o", str(run.path / "out")) == 0
 
 
+# Holds the command in the middle of its scoring: the run is so short that a
+# signal sent to it as it is can come after its end.
+HELD = """
+import sys, time
+from mismatch_probe.entry import main
+from mismatch_probe.scoring.cache import ScoreCache
+
+put = ScoreCache.put
+
+def held(*arguments):
+    put(*arguments)
+    time.sleep(60)
+
+ScoreCache.put = held
+sys.exit(main())
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_tidily(run: Planted, number: signal.Signals) -> None:
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "mismatch_probe",
-            "decompose",
-            str(run.path),
-            "-o",
-            str(run.path / "out"),
-            "--max-tokens",
-            "1",
-        ],
+        [sys.executable, "-c", HELD, "decompose", str(run.path), "-o", str(run.path / "out"), "--max-tokens", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    # As early as something is finished: the run is a short one.
     while process.poll() is None and not any((run.path / "out" / "scores").rglob("*.npz")):
-        time.sleep(0.002)
+        time.sleep(0.01)
     process.send_signal(number)
     _, error = process.communicate()
     assert process.returncode == 130 and "interrupted; earlier results are as they were" in error
